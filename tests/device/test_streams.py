@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import train_pipelines as stock
 
+from commons.distributed.exchange.row_exchange import RowExchange
+from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
 from commons.pipeline.hooks import HookInSparseDist, HookWithEvents
-from tests.helpers.cuda.pretended_streams import replaced, with_streams
+from tests.helpers.cuda.pretended_streams import PretendedStream, on_stream, replaced, with_streams
 from tests.helpers.cuda.stream_sanitizer import sanitized
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import SampleBatch, rank_batches
@@ -38,10 +40,11 @@ VARIANTS = {
 } | {"staged": (stock.StagedTrainPipeline, {})}
 
 
-def hazards_of(name: str, hazard: str) -> tuple[int, int, dict[str, int]]:
+def hazards_of(name: str, hazard: str, transport: str = "all_to_all") -> tuple[int, int, dict[str, int]]:
     """Train on this rank's batches; returns the steps, the operations that were looked at, and the hazards."""
     plant = replaced(PLANTED[hazard][0]) if hazard else contextlib.nullcontext()
-    with plant, contextlib.closing(CubicShuffler()) as shuffler, sanitized() as sanitizer:
+    options = ShufflerOptions(transport=transport)
+    with plant, contextlib.closing(CubicShuffler(options)) as shuffler, sanitized() as sanitizer:
         model, optimizer = models.build_sharded()
         model.train(not name.startswith("eval"))
         source = rank_batches(dist.get_rank(), STEPS, SIZES)
@@ -71,10 +74,18 @@ def _train_staged(_: str, model: Any, optimizer: Any, source: Iterator[Any], shu
     return steps
 
 
+def _send_elsewhere(*args: Any, send: Any = RowExchange.send_rows, **options: Any) -> Any:
+    """Send rows on a stream for which nothing waits."""
+    with on_stream(PretendedStream()):
+        return send(*args, **options)
+
+
 # By hazard, a mistake that has it, and a pipeline in which it shows.
 PLANTED: dict[str, tuple[tuple[Any, str, Any], str]] = {
     "freed": ((SampleBatch, "record_stream", lambda batch, stream: None), "base in place"),
     "race": ((HookWithEvents, "_after_copy", HookInSparseDist._after_copy), "semi-sync"),
+    "race: all_to_all_single": ((RowExchange, "send_rows", _send_elsewhere), "base"),
+    "race: all_gather": ((RowExchange, "send_rows", _send_elsewhere), "base"),
 }
 
 
@@ -91,7 +102,14 @@ def test_no_pipeline_has_a_hazard(two_ranks, name):
         assert not hazards
 
 
+@pytest.mark.parametrize("name", ["base in place", "sparse"])
+def test_no_pipeline_has_a_hazard_with_an_all_gather(two_ranks, name):
+    for steps, _, hazards in two_ranks.run(hazards_of, name, "", "all_gather"):
+        assert steps == STEPS and not hazards
+
+
 @pytest.mark.parametrize("hazard", PLANTED)
 def test_a_planted_hazard_is_found(two_ranks, hazard):
-    for steps, _, found in two_ranks.run(hazards_of, PLANTED[hazard][1], hazard):
+    transport = "all_gather" if "all_gather" in hazard else "all_to_all"
+    for steps, _, found in two_ranks.run(hazards_of, PLANTED[hazard][1], hazard, transport):
         assert steps == STEPS and any(each.startswith(hazard) for each in found)

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torchrec.distributed.train_pipeline.utils import DataLoadingThread
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
+from commons.distributed.exchange import row_exchange
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import row_fields
 from tests.helpers.cuda.pretended_streams import (
@@ -46,12 +47,13 @@ from tests.helpers.cuda.pretended_streams import (
 )
 
 _DEVICE = torch.device("cpu")
-_COLLECTIVES = {
-    "all_to_all_single": (("input",), ("output",)),
-    "all_gather_into_tensor": (("input_tensor",), ("output_tensor",)),
-    "all_gather_single": (("input",), ("output",)),
-    "all_reduce": (("tensor",), ("tensor",)),
-}
+# The module that calls it, its name there, the argument that it reads and the one that it writes.
+_COLLECTIVES: list[tuple[Any, str, str, str]] = [
+    (dist, "all_to_all_single", "input", "output"),
+    (dist, "all_gather_into_tensor", "input_tensor", "output_tensor"),
+    (row_exchange, "all_gather_single", "input_tensor", "output_tensor"),
+    (dist, "all_reduce", "tensor", "tensor"),
+]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -127,13 +129,13 @@ class StreamSanitizer:
                         memory.reads[stream] = time
         return output
 
-    def collective(self, function: Callable[..., Any], reads: tuple[str, ...], writes: tuple[str, ...]) -> Any:
+    def collective(self, function: Callable[..., Any], reads: str, writes: str) -> Any:
         """A collective as NCCL has it: on the current stream or, asynchronous, on a stream of its group's own."""
         signature = inspect.signature(function)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
-            read, written = ([given.arguments.get(name) for name in names] for names in (reads, writes))
+            read, written = given.arguments[reads], given.arguments[writes]
             if self.making == "exchange":  # ranks on the CPU wait with a deadline; those on CUDA leave it to streams
                 given.arguments["async_op"] = False
             with self._lock:
@@ -296,7 +298,8 @@ def sanitized() -> Iterator[StreamSanitizer]:
             work(item)
 
     collectives = [
-        (dist, name, sanitizer.collective(getattr(dist, name), *accesses)) for name, accesses in _COLLECTIVES.items()
+        (module, name, sanitizer.collective(getattr(module, name), reads, writes))
+        for module, name, reads, writes in _COLLECTIVES
     ]
     with (
         pretended_streams(),
