@@ -197,7 +197,8 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
     said, of_others = two_ranks.run(_warnings_of, str(tmp_path), pipeline, SlowLinear, max_train_iters=50)
     assert len(said) == 1 and said[0].startswith("rank 1 is slow: at step ") and of_others == []
     speeds = [line["rank_speeds"] for line in lines(tmp_path) if "rank_speeds" in line]
-    first, second = (statistics.median(each) for each in zip(*speeds))
+    # None where a rank on a busy machine has reported no time since its last shuffle.
+    first, second = (statistics.median(speed for speed in each if speed is not None) for each in zip(*speeds))
     assert 0 < second < first
 
 
