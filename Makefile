@@ -4,10 +4,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # The CUDA set where nvidia-smi answers, the CPU set elsewhere; `make test DEVICE=cpu` decides by hand.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-# The packages: requirements/$(STACK).txt. `make test STACK=oldest` takes the oldest releases that evenrank runs with, on the
-# CPU.
+# The packages: requirements/$(STACK).txt. `make test STACK=oldest` takes the oldest releases that evenrank runs with, and
+# STACK=newest the newest, on the CPU.
 STACK  ?= $(DEVICE)
-ifeq ($(STACK),oldest)
+ifneq ($(filter oldest newest,$(STACK)),)
 DEVICE := cpu
 endif
 # Further arguments for the program behind a target: make test ARGS="tests/unit -k plan", make bench ARGS=--quick.

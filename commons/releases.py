@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 # For each release of torch that evenrank supports, the release of torchrec and fbgemm (table: fbgemm_gpu/__init__.py).
-RELEASES = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8"}
-NEWEST_TORCH = "2.13"
+RELEASES = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14": "1.9"}
+OLDEST_TORCH, *_, NEWEST_TORCH = RELEASES
+OLDEST_TORCHREC, *_, NEWEST_TORCHREC = RELEASES.values()
+# The release of the extras "cpu" and "cuda" and of the pins.
+DEFAULT_TORCH = "2.13"
 # The oldest NVIDIA driver for CUDA 13, which the builds on the package index need.
 LEAST_DRIVER = 580
 
@@ -23,5 +26,5 @@ def index_option(cuda: str | None) -> str:
 
 def old_driver_command(torch_version: str) -> str:
     """The command that installs torch, and the fbgemm that fits it, for a driver that supports CUDA 12 only."""
-    torch = minor(torch_version) if minor(torch_version) in RELEASES else NEWEST_TORCH
+    torch = minor(torch_version) if minor(torch_version) in RELEASES else DEFAULT_TORCH
     return f'pip install --force-reinstall "torch=={torch}.*" "fbgemm-gpu=={RELEASES[torch]}.*"{index_option("12.6")}'

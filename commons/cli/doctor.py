@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from commons.console import make_console
-from commons.releases import LEAST_DRIVER, NEWEST_TORCH, RELEASES, index_option, minor, old_driver_command
+from commons.releases import (
+    DEFAULT_TORCH,
+    LEAST_DRIVER,
+    NEWEST_TORCH,
+    OLDEST_TORCH,
+    RELEASES,
+    index_option,
+    minor,
+    old_driver_command,
+)
 from commons.version import __version__
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -105,7 +114,7 @@ def _driver(torch: Any) -> Iterator[Finding]:
     is_old = version is not None and version[0].isdigit() and int(version.split(".")[0]) < LEAST_DRIVER
     builds_needed = "" if not is_old else f"; builds for CUDA 13 need {LEAST_DRIVER}"
     if torch is None:
-        remedy = f"update the driver, or {old_driver_command(NEWEST_TORCH)}" if is_old else ""
+        remedy = f"update the driver, or {old_driver_command(DEFAULT_TORCH)}" if is_old else ""
         yield Finding("driver", NOTE if is_old else OK, here + builds_needed, remedy)
         return
     check = _cuda_check()
@@ -199,7 +208,7 @@ class Packages:
         yield self._package("megatron-core", "megatron.core", _MEGATRON, absent=absent)
 
     def _torch(self) -> Finding:
-        version, mended = installed("torch"), f'pip install "torch=={NEWEST_TORCH}.*"'
+        version, mended = installed("torch"), f'pip install "torch=={DEFAULT_TORCH}.*"'
         again = f'pip install --force-reinstall "torch=={minor(version or "")}.*"'
         finding = self._package("torch", "torch", mended if version is None else again)
         if finding.state != OK:
@@ -209,7 +218,7 @@ class Packages:
         found = f"{self.torch.__version__}, built {'without CUDA' if cuda is None else f'for CUDA {cuda}'}"
         if minor(self.torch.__version__) in RELEASES:
             return Finding("torch", OK, found)
-        found += f"; evenrank supports {min(RELEASES)} to {NEWEST_TORCH}"
+        found += f"; evenrank supports {OLDEST_TORCH} to {NEWEST_TORCH}"
         return Finding("torch", NOTE, found, f"{mended}, and then the commands below")
 
     def _dependencies(self) -> Iterator[Finding]:
@@ -233,8 +242,8 @@ class Packages:
 
     def _fbgemm_and_torchrec(self) -> Iterator[Finding]:
         """Check whether both are installed, can be imported, and fit the installed torch."""
-        of_torch = NEWEST_TORCH if self.torch is None else minor(self.torch.__version__)
-        wanted = RELEASES.get(of_torch, RELEASES[NEWEST_TORCH])
+        of_torch = DEFAULT_TORCH if self.torch is None else minor(self.torch.__version__)
+        wanted = RELEASES.get(of_torch, RELEASES[DEFAULT_TORCH])
         cuda = shutil.which("nvidia-smi") if self.torch is None else self.torch.version.cuda
         build = "fbgemm-gpu-cpu" if cuda is None else "fbgemm-gpu"
         builds = [name for name in _FBGEMM if installed(name) is not None]

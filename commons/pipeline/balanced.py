@@ -17,6 +17,7 @@ from commons.pipeline.hooks import (
     HookInSparseDist,
     HookWithEvents,
 )
+from commons.releases import NEWEST_TORCHREC, OLDEST_TORCHREC
 
 # TorchRec's classes by name, because releases have different classes. Each schedules batches differently and is listed
 # only after it was tested; tests/distributed/pipeline/test_every_pipeline.py finds classes that are not listed.
@@ -33,6 +34,7 @@ HOOKS: dict[str, type[BalancedPipeline]] = {
     "TrainPipelineSparseDistOptStash": HookInSparseDist,
     "TrainPipelineSparseDistEmbStash": HookInSparseDist,
     "TrainPipelinePrefetchEMS": HookInSparseDist,
+    "TrainPipelinePEC": HookInSparseDist,
     "TrainEvalHybridPipelineBase": HookInSparseDist,
     "EvalPipelineSparseDist": HookBehindThread,
     "EvalPipelineFusedSparseDist": HookInSparseDist,
@@ -99,6 +101,6 @@ def balanced(pipeline_class: type) -> type:
     if missing:
         raise TypeError(
             f"{name} of TorchRec {metadata.version('torchrec')} has no {', '.join(missing)}, which the shuffle needs "
-            "as a hook; TorchRec 1.6 to 1.8 have it: install one of them"
+            f"as a hook; TorchRec {OLDEST_TORCHREC} to {NEWEST_TORCHREC} have it: install one of them"
         )
     return type(f"Balanced{name}", (hook, pipeline_class), {"__module__": __name__})

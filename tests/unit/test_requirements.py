@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from commons.releases import DEFAULT_TORCH, NEWEST_TORCH, OLDEST_TORCH, RELEASES, minor
 from commons.trainer.config.files import tomllib
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +103,20 @@ def test_pins_keep_to_the_ranges_that_users_get(python):
     assert {name: of_extras[name] for name in of_extras.keys() & of_docs.keys()}.items() <= of_docs.items()
 
 
-def test_the_oldest_pins_are_the_oldest_that_pip_takes():
-    pinned = pins("oldest.txt", "3.11") | pins("dev.txt", "3.11")
+@pytest.mark.parametrize("stack", ["oldest", "cpu", "cuda", "newest"])
+def test_the_pins_of_every_stack_fit_one_another_and_the_ranges_of_users(stack):
+    pinned = pins(f"{stack}.txt", "3.11") | pins("dev.txt", "3.11")
     keep_to_ranges(pinned, PROJECT["dependencies"], "3.11")
+    torch, fbgemm = minor(pinned["torch"]), pinned.get("fbgemm-gpu") or pinned["fbgemm-gpu-cpu"]
+    assert RELEASES[torch] == minor(pinned["torchrec"]) == minor(fbgemm)
+    assert torch == {"oldest": OLDEST_TORCH, "newest": NEWEST_TORCH}.get(stack, DEFAULT_TORCH)
+
+
+def test_the_releases_of_torch_are_those_that_pip_takes():
     (torch,) = [need for need in map(Requirement, PROJECT["dependencies"]) if need.name == "torch"]
-    oldest = next(each.version for each in torch.specifier if each.operator == ">=")
-    assert pinned["torch"].startswith(f"{oldest}.")
+    (first,) = [each.version for each in torch.specifier if each.operator == ">="]
+    numbers = [f"2.{number}" for number in range(30)]
+    assert first == OLDEST_TORCH and [each for each in numbers if f"{each}.1" in torch.specifier] == [*RELEASES]
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -173,9 +182,7 @@ def test_no_class_is_a_named_tuple_and_generic():
 PAGE = (ROOT / "docs" / "works_with.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("## In the test suite")[1].split("\n## ")[0]
 # The package of a row, and its version.
-NAMED = dict(
-    re.findall(r"^\|[^|]*?(?:\(`)?([\w-]+)(?:`\))? \| (\d[\w.]*(?:, oldest [\w.]+)?) \|", SECTION, re.MULTILINE)
-)
+NAMED = dict(re.findall(r"^\|[^|]*?(?:\(`)?([\w-]+)(?:`\))? \| (\d[\w.]*(?:, \w+ [\w.]+)*) \|", SECTION, re.MULTILINE))
 
 
 def test_every_row_with_a_version_is_looked_at():
@@ -185,8 +192,8 @@ def test_every_row_with_a_version_is_looked_at():
 
 @pytest.mark.parametrize("name", NAMED)
 def test_versions_are_those_that_are_pinned(name):
-    newest, _, oldest = NAMED[name].partition(", oldest ")
+    default, *others = NAMED[name].split(", ")
     pinned = {key: pin for file in ("rl", "extras", "dev", "cpu") for key, pin in pins(f"{file}.txt", "3.12").items()}
-    assert pinned[name.lower()] == newest
-    if oldest:
-        assert pins("oldest.txt", "3.12")[name.lower()] == oldest
+    assert pinned[name.lower()] == default
+    for stack, version in (other.split() for other in others):
+        assert pins(f"{stack}.txt", "3.12")[name.lower()] == version

@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBas
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced
 from commons.pipeline.balanced import HOOKS, REFUSED
+from commons.releases import DEFAULT_TORCH, NEWEST_TORCHREC, OLDEST_TORCHREC, RELEASES
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 
@@ -29,9 +30,9 @@ def test_every_class_of_this_torchrec_is_balanced_or_refused():
     assert len(INSTALLED) > 15 and not HOOKS.keys() & REFUSED.keys()
 
 
-@pytest.mark.skipif(not metadata.version("torchrec").startswith("1.8."), reason="older releases lack some methods")
+@pytest.mark.skipif(metadata.version("torchrec") < RELEASES[DEFAULT_TORCH], reason="older releases lack some methods")
 @pytest.mark.parametrize("name", sorted(INSTALLED.keys() & HOOKS.keys()))
-def test_the_newest_torchrec_has_what_every_hook_needs(name):
+def test_new_releases_of_torchrec_have_what_every_hook_needs(name):
     """Elsewhere, cases of classes that lack it are skipped."""
     assert issubclass(balanced(INSTALLED[name]), INSTALLED[name])
 
@@ -108,7 +109,9 @@ def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
     refusal = (
         r"^TrainPipelineBase of TorchRec 1\.\S+ has no _copy_batch_to_gpu, which the shuffle needs as a hook; TorchRec "
     )
-    with pytest.raises(TypeError, match=refusal + r"1\.6 to 1\.8 have it: install one of them$"):
+    with pytest.raises(
+        TypeError, match=refusal + f"{OLDEST_TORCHREC} to {NEWEST_TORCHREC} have it: install one of them$"
+    ):
         balanced(TrainPipelineBase)
     assert TrainPipelineFactory.list_available() == ["fused", "native", "none", "prefetch", "semi_sync"]
     assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)

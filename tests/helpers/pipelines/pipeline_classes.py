@@ -32,6 +32,13 @@ def torchrec_pipelines() -> dict[str, type]:
     return found
 
 
+class CopiesOnWorker(TrainPipelineSparseDist):
+    """TorchRec's copies on a worker thread (`async_inplace_copy` of 1.9), which it makes for accelerators only."""
+
+    def _setup_async_inplace_copy(self, enabled: bool, device: torch.device) -> None:
+        super()._setup_async_inplace_copy(enabled, torch.device("cuda"))
+
+
 class OwnCopy(TrainPipelineSparseDist):
     """Copies by itself, as where a batch needs more than `to`."""
 

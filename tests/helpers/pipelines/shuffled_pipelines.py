@@ -32,6 +32,7 @@ from tests.helpers.cuda.pretended_streams import (
 )
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
+from tests.helpers.pipelines.pipeline_classes import CopiesOnWorker, torchrec_pipelines
 from tests.helpers.ranks.faults import my_batch
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
@@ -53,6 +54,7 @@ STOCK: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "copies on a thread": (experimental.TrainPipelineSparseDistT, {}),
     "copies on a thread in place": (experimental.TrainPipelineSparseDistT, _IN_PLACE),
+    "copies on a worker in place": (CopiesOnWorker, _IN_PLACE | {"async_inplace_copy": True}),
     "hybrid": (experimental.TrainEvalHybridPipelineBase, {}),
 }
 # Those that train otherwise than the others, or need streams.
@@ -64,6 +66,8 @@ STOCK_WITH_STREAMS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
     STOCK_WITH_STREAMS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
+if (_pec := torchrec_pipelines().get("TrainPipelinePEC")) is not None:  # TorchRec 1.9
+    STOCK_WITH_STREAMS["lookups and updates overlap"] = (_pec, {})
 STOCK_EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
     "eval": (stock.EvalPipelineSparseDist, {}),
     "eval fused": (stock.EvalPipelineFusedSparseDist, {}),

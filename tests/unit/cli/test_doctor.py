@@ -21,7 +21,7 @@ def versions(monkeypatch):
     installed = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0+cpu", "megatron-core": "0.16.1"}
     installed |= {"numpy": "2.4.6", "pyyaml": "6.0.3", "pyarrow": "26.0.1"}
     needs = {
-        "evenrank": ["torch<2.14,>=2.11", "numpy>=2.0", "PyYAML>=6", 'tomli>=2; python_version < "3.11"', "pyarrow"]
+        "evenrank": ["torch<2.15,>=2.11", "numpy>=2.0", "PyYAML>=6", 'tomli>=2; python_version < "3.11"', "pyarrow"]
     }
     needs["torchrec"] = ["fbgemm-gpu", "tensordict", "torchmetrics==1.0.3", "pyre-extensions"]
     monkeypatch.setattr(doctor, "installed", lambda name: installed.get(name.lower()))
@@ -80,7 +80,9 @@ def of_torch(number, release):
         ({"megatron-core": None}, 0, ("megatron-core note not installed; SID-GR needs it", "pip install")),
         (of_torch("2.11.0", "1.6.1"), 0, ("torch ok 2.11.0",)),
         (of_torch("2.12.0", "1.8.0"), 0, ("torch 2.12 does not fit torchrec and fbgemm", '"torchrec==1.7')),
-        (of_torch("2.14.1", "1.8.0"), 0, ("note 2.14.1, built without CUDA; evenrank supports 2.11", '"torch==2.13')),
+        (of_torch("2.14.1", "1.9.2"), 0, ("torch ok 2.14.1",)),
+        (of_torch("2.14.1", "1.8.0"), 0, ("torch 2.14 does not fit torchrec and fbgemm", '"torchrec==1.9')),
+        (of_torch("2.15.0", "1.9.2"), 0, ("note 2.15.0, built without CUDA; evenrank supports 2.11", '"torch==2.13')),
         (of_torch("2.10.0", "1.5.0"), 0, ("torch note 2.10.0", '"torchrec==1.8.*"')),
     ],
 )

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.utils.data import DataLoader
 
-from commons.releases import NEWEST_TORCH, RELEASES, minor
+from commons.releases import RELEASES
 from commons.trainer.ranks import cuda_check, launch
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
@@ -103,7 +102,6 @@ def test_exit_status(exits, status, said, capsys):
 
 
 GPU = torch.device("cuda", 0)
-PINNED = Path(__file__).parents[4] / "requirements" / "cuda.txt"
 TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
     "and installing a new version"
@@ -162,12 +160,6 @@ def test_a_driver_that_is_too_old(old_driver, monkeypatch):
     # One that no build runs with.
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(TOO_OLD.replace("12040", "11040"))))
     assert "supports CUDA 11.4" in driver_problem() and "pip" not in driver_problem()
-
-
-def test_releases_are_those_of_the_pinned_set():
-    pinned = dict(line.split("==") for line in PINNED.read_text().splitlines() if re.match("torch|fbgemm", line))
-    assert RELEASES[minor(pinned["torch"])] == minor(pinned["fbgemm-gpu"]) == minor(pinned["torchrec"])
-    assert minor(pinned["torch"]) == NEWEST_TORCH
 
 
 def test_no_driver_is_no_problem(monkeypatch, old_driver):
