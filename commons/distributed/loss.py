@@ -226,7 +226,9 @@ def _number_error(name: str, value: Any, what: str, remedies: tuple[str, str]) -
     if shape:
         return ValueError(f"{name} has shape {shape}; it must be a scalar: {remedies[0]}")
     kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
-    if kind.startswith(("bool", "complex")) or not isinstance(value, SupportsFloat):
+    # Not isinstance(value, SupportsFloat), which torch.compile does not trace for a tensor.
+    is_number = isinstance(value, torch.Tensor) or hasattr(value, "__float__")
+    if kind.startswith(("bool", "complex")) or not is_number:
         return TypeError(f"{name} is of type {kind}; it must be a number {what}: {remedies[1]}")
     return None
 

@@ -34,7 +34,6 @@ HOOKS: dict[str, type[BalancedPipeline]] = {
     "TrainPipelineSparseDistOptStash": HookInSparseDist,
     "TrainPipelineSparseDistEmbStash": HookInSparseDist,
     "TrainPipelinePrefetchEMS": HookInSparseDist,
-    "TrainPipelinePEC": HookInSparseDist,
     "TrainEvalHybridPipelineBase": HookInSparseDist,
     "EvalPipelineSparseDist": HookBehindThread,
     "EvalPipelineFusedSparseDist": HookInSparseDist,
@@ -48,6 +47,10 @@ REFUSED: dict[str, str] = {
     "TrainPipelineSparseDistBwdOpt": (
         "steps the optimizer inside the backward pass, before DistributedDataParallel has averaged the dense "
         "gradients, so the ranks' dense parameters would differ; use TrainPipelineSparseDist"
+    ),
+    "TrainPipelinePEC": (
+        "does not train a PECEmbeddingCollection as TrainPipelineSparseDist trains its tables, also without a shuffle, "
+        "so the weights would depend on which rank has which rows; use TrainPipelineSparseDist and EmbeddingCollection"
     ),
     "EvalPipelineCPUSparse": (
         "looks embeddings up on the host and copies the embeddings, so no batch is on the device when its rows should "

@@ -8,19 +8,20 @@ along the second, and so on. Every rank ends with the same table as after one ri
 and experience", Concurrency and Computation 19, 2007, on meshes of several dimensions).
 
 A closed shuffler's groups are kept in a pool for the next shuffler over the same ranks. They are not destroyed, because
-torch derives the name of a locally synchronised group from the number of groups in the process: after a destruction a
-new group could get an old group's name, and so find its old addresses in the store.
+up to torch 2.13 the name of a locally synchronised group is derived from the number of groups in the process: after a
+destruction a new group could get an old group's name, and so find its old addresses in the store.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import datetime
 import itertools
 import math
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,6 +46,11 @@ _NCCL_BLOCKS = 4
 _MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
 # Seconds beyond a collective's timeout that making groups may take.
 _GRACE_SECONDS = 2.0
+# Whether torch derives the name of a locally synchronised group from the number of calls of new_group, as from 2.14 on,
+# and not from the number of groups in the process. A TorchVersion compares as a version.
+_NAMED_BY_CALLS = torch.__version__ >= "2.14"
+# The first of evenrank's own numbers in place of torch's number of calls, which never gets as large.
+_OWN_NUMBERS = 1 << 40
 # Names of the groups in flight-recorder dumps.
 _CONTROL, _PAYLOAD, _UNUSED = "evenrank/control", "evenrank/payload", "evenrank/unused"
 
@@ -79,12 +85,14 @@ class _World(defaultdict[tuple[int, ...], RankSet]):
 
     def __init__(self) -> None:
         super().__init__(RankSet)
-        # Number of groups after the last one was made here; torch's names of new groups are unique from it on.
+        # Number of groups after the last one was made here; names of new groups up to torch 2.13 are unique from it on.
         self.names_used = 0
 
 
 # By default group; a weak reference, so that destroying the group still ends its threads.
 _WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, _World] = weakref.WeakKeyDictionary()
+# By default group and ranks, how many of evenrank's own numbers were used for names of groups.
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def _this_world() -> _World:
@@ -288,11 +296,15 @@ def _new_group(
     shuffler.
     """
     subgroup = len(members) < dist.get_world_size()
-    if subgroup:
-        _align_group_names(group)
     limit, before = datetime.timedelta(seconds=timeout), open_sockets()
-    made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
-    _this_world().names_used = _num_groups()
+    if _NAMED_BY_CALLS:
+        with _own_number(members, group if subgroup else None):
+            made = dist.new_group(members, timeout=limit, use_local_synchronization=True, **options)
+    else:
+        if subgroup:
+            _align_group_names(group)
+        made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
+        _this_world().names_used = _num_groups()
     return made, connections_of(made, before) if serves(made, "cpu") else frozenset()
 
 
@@ -317,12 +329,36 @@ def _align_group_names(group: dist.ProcessGroup) -> None:
     The numbers may differ, for example where only some ranks have groups of node leaders, loggers or pipeline stages.
     Ranks with fewer groups make further ones, each with itself as the only member.
     """
-    mine = torch.tensor([max(_num_groups(), _this_world().names_used)], device=numbers_device(group))
-    counts = mine.new_empty(dist.get_world_size(group))
-    all_gather_single(counts, mine, group=group)
-    target = int(counts.max())
+    target = _largest(max(_num_groups(), _this_world().names_used), group)
     while _num_groups() < target:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc=_UNUSED)
+
+
+@contextlib.contextmanager
+def _own_number(members: Sequence[int], group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let torch name a new group by evenrank's own count, and restore torch's number of calls.
+
+    That number may differ between the members. Afterwards it must not differ because of evenrank, whose groups only
+    some ranks make: groups that all ranks make would have different names. `group` has the ranks that agree on the
+    count; None for all ranks, which make the same groups.
+    """
+    world, ranks = dist.distributed_c10d._world, tuple(members)
+    numbers = _NUMBERS.setdefault(dist.distributed_c10d._get_default_group(), Counter())
+    number = numbers[ranks] if group is None else _largest(numbers[ranks], group)
+    numbers[ranks] = number + 1
+    calls, world.group_count = world.group_count, _OWN_NUMBERS + number
+    try:
+        yield
+    finally:
+        world.group_count = calls
+
+
+def _largest(number: int, group: dist.ProcessGroup) -> int:
+    """The largest number of any rank."""
+    mine = torch.tensor([number], device=numbers_device(group))
+    numbers = mine.new_empty(dist.get_world_size(group))
+    all_gather_single(numbers, mine, group=group)
+    return int(numbers.max())
 
 
 def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all: bool) -> list[dist.Work]:

@@ -88,6 +88,35 @@ def test_a_given_group_shuffles_by_itself():
         resolve_process_group(groups[1 - half])
 
 
+def _rows_moved_by(group):
+    """The rows of two shufflers, one after the other, whose groups the second takes over."""
+    rows = []
+    for _ in range(2):
+        with closing(CubicShuffler(pg_group=group)) as shuffler:
+            rows += shuffler.shuffle(my_batch()).sample_id.tolist()
+    return rows
+
+
+@pytest.mark.parametrize("world_size", [4])
+@on("own_ranks")
+def test_groups_of_some_ranks_and_of_all_find_one_another_in_any_order():
+    """Up to torch 2.13 groups are named by their number, from 2.14 on by the number of calls of new_group."""
+    rank, everyone = dist.get_rank(), [0, 1, 2, 3]
+    first, second = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    moved = _rows_moved_by(first) if rank < 2 else []
+    # The calls of ranks 0 and 1 in a shuffler must not count here, where all ranks make a group.
+    all_ranks = dist.new_group(everyone)
+    numbers = torch.tensor([rank])
+    dist.all_reduce(numbers, group=all_ranks)
+    assert numbers.item() == sum(everyone)
+    if rank == 1:  # its groups and calls are more than those of the others from here on
+        dist.new_group([1], backend="gloo", use_local_synchronization=True)
+    moved += _rows_moved_by(second) if rank > 0 else []
+    moved += _rows_moved_by(None)
+    rows = [1 + 1000 * member + row for group in ([0, 1], [1, 2, 3], everyone) for member in group for row in range(6)]
+    assert sorted(of_all(moved)) == sorted(2 * rows)
+
+
 @on_two_ranks
 def test_only_shufflers_that_move_rows_make_a_payload_group():
     had, asked, new_group = [], [], dist.new_group
@@ -155,6 +184,7 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
     monkeypatch.setattr(dist, "get_backend", lambda group: "its own")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options_of_nccl), raising=False)
     monkeypatch.setattr(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(groups, "_NAMED_BY_CALLS", False)
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
     monkeypatch.setattr(groups, "serves", lambda group, kind: False)
     monkeypatch.setattr(groups, "_align_group_names", lambda group: None)

@@ -32,7 +32,7 @@ from tests.helpers.cuda.pretended_streams import (
 )
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
-from tests.helpers.pipelines.pipeline_classes import CopiesOnWorker, torchrec_pipelines
+from tests.helpers.pipelines.pipeline_classes import CopiesOnWorker
 from tests.helpers.ranks.faults import my_batch
 
 _IN_PLACE = {"enable_inplace_copy_batch": True}
@@ -66,8 +66,6 @@ STOCK_WITH_STREAMS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 if hasattr(experimental, "TrainPipelinePrefetchEMS"):  # TorchRec 1.8
     STOCK_WITH_STREAMS["embeddings and caches stashed"] = (experimental.TrainPipelinePrefetchEMS, {"site_fqn": "head"})
-if (_pec := torchrec_pipelines().get("TrainPipelinePEC")) is not None:  # TorchRec 1.9
-    STOCK_WITH_STREAMS["lookups and updates overlap"] = (_pec, {})
 STOCK_EVALUATIONS: dict[str, tuple[type, dict[str, Any]]] = {
     "eval": (stock.EvalPipelineSparseDist, {}),
     "eval fused": (stock.EvalPipelineFusedSparseDist, {}),
