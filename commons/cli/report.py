@@ -215,7 +215,7 @@ def _advice(
     if not comparisons:
         return [line for line in (warning_of(reports[0]), advice_of(reports[0])) if line]
     # With a balanced run in the report, the advice to turn balancing on is useless.
-    advised = [report for report in reports if report.balancing != "off"] or reports
+    advised = [report for report in reports if report.balancing != "off" or report.by_work] or reports
     as_loaded = {report.log.name for report in reports if report.is_as_loaded}
     over_as_loaded = {each.run: each for each in ranked if each.base in as_loaded}
     of_runs = [

@@ -26,7 +26,7 @@ def advice_of(report: RunReport, comparison: RunComparison | None = None) -> str
     measured = ""
     if comparison is not None and comparison.compares and (comparison.rows_per_s or 0) > 1:
         measured = f"it trains {comparison.rows_per_s:.2f}× the rows per second of {comparison.base}"
-    if report.balancing == "off":
+    if report.balancing == "off" and not report.by_work:
         return _of_unbalanced(report)
     if report.balancing == "balanced":
         return _of_balanced(report, measured)

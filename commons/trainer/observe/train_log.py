@@ -69,6 +69,7 @@ class TrainLog:
         self.run_dir = Path(args.run_dir)
         self._window = args.shuffle_window
         self._reads_by_work = args.balancing in ("sampler", "budget")
+        self._balances_at_loading = args.balances_at_loading
         self._enabled = dist.get_rank() == 0
         self._bar = tqdm(
             total=total_steps,
@@ -158,9 +159,11 @@ class TrainLog:
             rows["median step"] = f"{summary.step_ms:.1f} ms"
             rows["tokens per second"] = f"{summary.tokens_per_s:,.0f}"
         shuffle, imbalance = summary.shuffle, "imbalance (max ÷ mean − 1)"
-        if "moved" not in shuffle:
+        by_rank_0 = self._balances_at_loading and not self._reads_by_work  # the shuffler gets rows that are balanced
+        if "moved" not in shuffle or by_rank_0:
             if "imbalance_before" in shuffle:
-                rows[imbalance] = f"{shuffle['imbalance_before']:.1%}, not balanced"
+                done = "balanced when loaded" if self._balances_at_loading else "not balanced"
+                rows[imbalance] = f"{shuffle['imbalance_before']:.1%}, {done}"
             return rows
         before, after = shuffle["imbalance_before"], shuffle["imbalance_after"]
         is_trained = shuffle["moved"] or before == after or self._reads_by_work

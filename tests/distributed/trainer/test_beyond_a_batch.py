@@ -32,9 +32,8 @@ from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog
-from commons.trainer.run import open_run_folder, run_training
-from hstu.recipe import HSTURecipe
-from tests.helpers.jobs.movielens_runs import Noted, movielens_config
+from commons.trainer.run import run_training
+from tests.helpers.jobs.movielens_runs import Noted, movielens_config, table_of
 from tests.helpers.jobs.run_folders import lines, losses
 from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
@@ -347,16 +346,6 @@ def test_tensor_parallel_peers_draw_the_same_batches():
         assert len(set(seeds)) == 4 // tensor_parallel_size
 
 
-def _table_of(data, run_dir, **changes):
-    """The rows of the table at the end, which the first rank prints."""
-    args = TrainerArgs(4, 4, run_dir=run_dir, log_interval=1, sinks=[], num_epochs=1, **changes)
-    config = movielens_config(data, args, dataset={"max_history_seqlen": 256})
-    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
-        open_run_folder(config, CPU, logs_to_file=False)
-        run_training(HSTURecipe(config, CPU))
-    return [row for call in print_summary.call_args_list for row in call.args[1].items()]
-
-
 def _of_steps(run_dir, name, dtype=np.int64):
     """Of every step a number of each rank, `(steps, ranks)`."""
     return np.array([line[name] for line in lines(run_dir) if "loss" in line], dtype)
@@ -367,8 +356,8 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     # A run without the sampler reads the same rows in turn, and its shuffler says what they cost.
     plain, own = tmp_path / "plain", tmp_path / "own"
     observe = {"enable_balanced_shuffler": True, "shuffler": ShufflerOptions(mode="observe")}
-    two_ranks.run(_table_of, data, str(plain), **observe)
-    tables = two_ranks.run(_table_of, data, str(own), **SAMPLER | {"shuffle_window": window})
+    two_ranks.run(table_of, data, str(plain), **observe)
+    tables = two_ranks.run(table_of, data, str(own), **SAMPLER | {"shuffle_window": window})
     in_turn, read = _of_steps(plain, "loads_before"), _of_steps(own, "loads_after")
     assert in_turn.shape == read.shape == (8, 2)
     if window == 1:  # the same rows in every step
@@ -394,3 +383,16 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
     shown = dict(tables[0])
     assert shown["largest load saved"].startswith(f"{100 * (1 - after / before):.1f}%")
     assert not shown["imbalance (max ÷ mean − 1)"].startswith("0.0%") and "tokens moved" not in shown
+
+
+@pytest.mark.parametrize("way", [DEALT, SAMPLER | {"shuffler": ShufflerOptions(mode="off")}], ids=["rank 0", "off"])
+def test_rows_that_were_balanced_when_loaded_are_not_called_unbalanced(two_ranks, data, tmp_path, way):
+    """Nothing is left for the shuffler to move, and the log does not have the loads of the rows dealt in turn."""
+    table, _ = two_ranks.run(table_of, data, str(tmp_path), max_train_iters=3, **way)
+    shown, trained = dict(table), [line for line in lines(tmp_path) if "loss" in line]
+    uneven = [line["imbalance_before"] for line in trained]
+    if way is DEALT:
+        loads = [line["loads_after"] for line in trained]
+        assert uneven == pytest.approx([2 * max(each) / sum(each) - 1 for each in loads])
+    assert shown["imbalance (max ÷ mean − 1)"] == f"{sum(uneven) / 3:.1%}, balanced when loaded"
+    assert not {"tokens moved", "largest load saved", "would save"} & shown.keys()

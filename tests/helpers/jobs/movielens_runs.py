@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
+
+import torch
 
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.optimize.optimizers import OptimizerArgs
+from commons.trainer.run import open_run_folder, run_training
 from hstu.recipe import HSTURecipe
 from hstu.train_config import ModelArgs, TrainConfig
 
@@ -51,3 +55,13 @@ class Noted(HSTURecipe):
         optimizer = super().build_optimizer(model)
         optimizer.register_step_pre_hook(lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"]))
         return optimizer
+
+
+def table_of(data, run_dir, **changes):
+    """The rows of the table at the end, which the first rank prints."""
+    args = TrainerArgs(4, 4, run_dir=run_dir, log_interval=1, sinks=[], num_epochs=1, **changes)
+    config = movielens_config(data, args, dataset={"max_history_seqlen": 256})
+    with mock.patch("commons.trainer.observe.train_log.print_summary") as print_summary:
+        open_run_folder(config, torch.device("cpu"), logs_to_file=False)
+        run_training(HSTURecipe(config, torch.device("cpu")))
+    return [row for call in print_summary.call_args_list for row in call.args[1].items()]

@@ -92,8 +92,8 @@ def write_run(folder, lines, config=CONFIG, summary=True):
     return folder
 
 
-def write_unlooked(folder, steps, sizes, *more):
+def write_unlooked(folder, steps, sizes, *more, config=None):
     """A run without a shuffler: its log has the imbalance alone, and what else is given."""
     known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "tflops_per_rank", "step_ms", "imbalance_before")
     lines = [{name: line[name] for name in (*known, "ranks", "steps", "total_ms")} for line in lines_of(steps, sizes)]
-    return write_run(folder, [*lines, *more], config_of(enable_balanced_shuffler=False))
+    return write_run(folder, [*lines, *more], config or config_of(enable_balanced_shuffler=False))

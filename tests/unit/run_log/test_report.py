@@ -38,9 +38,9 @@ def report_of(folder, steps=BALANCED, sizes=SIZES, config=None, **changes):
     return RunReport(RunLog(write_run(folder, lines, config_of() if config is None else config)))
 
 
-def unbalanced(folder, steps=AS_LOADED):
+def unbalanced(folder, steps=AS_LOADED, config=None):
     """The report of a run without a shuffler."""
-    return RunReport(RunLog(write_unlooked(folder, steps, SIZES)))
+    return RunReport(RunLog(write_unlooked(folder, steps, SIZES, config=config)))
 
 
 def changed(figures, **changes):
@@ -85,8 +85,7 @@ def test_a_run_that_observes(tmp_path):
     report = report_of(tmp_path, AS_LOADED, config=config_of(shuffler={"mode": "observe"}))
     assert report.balancing == "observed"
     saved = MS_PER_LOAD * (sums("largest_load_before") - sums("largest_load_after")) / 60
-    timed = AS_LOADED[SIZES[0] :]
-    whole = sums("step_ms", timed) / len(timed)
+    whole = np.mean([step["step_ms"] for step in AS_LOADED[SIZES[0] :]])
     assert report.gain.step == pytest.approx(whole / (whole - saved), rel=0.05)
     assert report.step_time.rest == pytest.approx(FIXED_MS) and report.step_time.exchange is None
     assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
@@ -118,13 +117,14 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
     config = config | {"trainer": config["trainer"] | {"single_rank_load": None}}
     base = unbalanced(tmp_path / "a")
     own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
-    assert in_turn or "train a run without it and report both" in advice_of(own)  # an old log: its gain is unknown
-    (against,) = compare_runs([base, own])
-    assert against.rows_per_s > 1.1
-    for reports in ([base, own], [own, base]):
-        lines = answer_of(reports).content["advice"]
-        assert f"it trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}" in " ".join(lines)
-        assert "leave it off" not in " ".join(lines)
+    for run in (own, unbalanced(tmp_path / "c", steps, config)):  # the second one's shuffler is in mode "off"
+        assert run.balancing == "balanced" or "train a run without it and report both" in advice_of(run)
+        (against,) = compare_runs([base, run])
+        assert against.rows_per_s > 1.1
+        for reports in ([base, run], [run, base]):
+            said = " ".join(answer_of(reports).content["advice"])
+            assert f"it trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}" in said
+            assert "leave it off" not in said and "turn on" not in said
 
 
 @pytest.mark.parametrize("changes", [{"exchange_ms": 1e6}, {"ms_per_load": 1.0}, {"lower_bound": 1e12}])
