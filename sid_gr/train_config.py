@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from commons.checks import require_at_least
+from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.random.distribution import RANDOM_DATASETS
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN
 from commons.datasets.sids.map import SIDMap, random_sid_map
@@ -94,6 +95,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_shuffler(self.shuffler_type, self.imports)
+        if (dataset := self.dataset.dataset_name) in HSTU_DATASETS:
+            raise ValueError(
+                f"dataset_name is {dataset!r}, whose items are no semantic IDs; SID-GR trains on "
+                f"{', '.join(SID_DATASETS)}: write 'sid-{dataset}', or train hstu"
+            )
         for name in self.trainer.eval_metrics:
             parse_metric(name, self.trainer.top_k_for_generation)
         self.model.decoder_config(codebook_sizes=self.sid.codebook_sizes, max_items=1)  # checks the model's numbers

@@ -62,8 +62,8 @@ def config(**changes) -> SIDGRConfig:
     return SIDGRConfig(**sizes | changes)
 
 
-def train_config(trainer=(), **parts):
-    return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs("sid-random", 8), **parts)
+def train_config(trainer=(), dataset_name="sid-random", **parts):
+    return TrainConfig(TrainerArgs(4, 4, **dict(trainer)), DatasetArgs(dataset_name, 8), **parts)
 
 
 def test_a_checkpoint_fits_with_another_dropout():
@@ -112,6 +112,7 @@ HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
         (lambda: train_config({"top_k_for_generation": 0}), "top_k_for_generation is 0"),
         (lambda: train_config(CLIPPED, **HALVES), "computes only the norm of its own part"),
         (lambda: train_config(shuffler_type="sidgr"), "shuffler_type is 'sidgr'; registered are"),
+        (lambda: train_config(dataset_name="ml-1m"), "is 'ml-1m', .* no semantic IDs; .*write 'sid-ml-1m'"),
     ],
 )
 def test_settings_are_checked(make, message):
