@@ -288,11 +288,14 @@ class Unpadded:
     features: KeyedJaggedTensor
 
 
+def unpadded_batch(rows):
+    lengths = torch.full((rows,), 3)
+    return Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
+
+
 @on_two_ranks
 def test_what_no_rank_can_shuffle():
-    rows = 1 if dist.get_rank() == 0 else 0
-    lengths = torch.full((rows,), 3)
-    batch = Unpadded(KeyedJaggedTensor(keys=["a"], values=torch.arange(3 * rows), lengths=lengths, stride=rows))
+    batch = unpadded_batch(1 if dist.get_rank() == 0 else 0)
     with closing(SquareShuffler()) as shuffler:
         padding, no_batch = (error_of(shuffler.shuffle, each) for each in (batch, [1, 2]))
     assert "ranks [1] would train no row" in padding and "actual_batch_size" in padding
@@ -316,6 +319,10 @@ def test_ranks_of_a_subgroup_are_named_by_their_global_number():
         with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
             said = _shuffle_spoilt(spoil, 3, shuffler, batch, map(shuffler.shuffle, [batch]))
         assert expected in said if dist.get_rank() % 2 else said == "no error"
+    batch = unpadded_batch(0 if dist.get_rank() == 3 else 1)
+    with closing(SquareShuffler(pg_group=halves[dist.get_rank() % 2])) as shuffler:
+        said = error_of(shuffler.shuffle, batch)
+    assert "ranks [3] would train no row" in said if dist.get_rank() % 2 else said == "no error"
 
 
 @on_two_ranks

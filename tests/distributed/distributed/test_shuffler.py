@@ -125,6 +125,7 @@ def test_handles_are_used_once_and_on_their_own_batch():
     with closing(SquareShuffler()) as shuffler:
         batch = my_batch(1, [4] * 4)
         handle = shuffler.start_shuffle(batch)
+        next_handle = shuffler.start_shuffle(following := my_batch(1, [4] * 4))
 
         def finished_with(other):
             return error_of(shuffler.finish_shuffle, other, handle)
@@ -134,10 +135,15 @@ def test_handles_are_used_once_and_on_their_own_batch():
         for labels in (None, batch.sample_id):
             said = finished_with(dataclasses.replace(batch, labels=labels))
             assert "and is finished with a RichBatch of 4 rows" in said
+        batch.actual_batch_size = 3
+        assert "of 4 rows, 3 of them real" in finished_with(batch)
+        batch.actual_batch_size = 4
         one_other_field = dataclasses.replace(batch, sample_id=batch.sample_id.clone())
-        for alike in (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like), one_other_field):
+        likes = (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like), one_other_field)
+        for alike in (*likes, following, following.to("cpu")):
             assert "and is finished with another one; finish a shuffle with" in finished_with(alike)
         shuffler.finish_shuffle(batch, handle)
+        shuffler.finish_shuffle(following, next_handle)
         assert "used twice" in finished_with(batch)
     assert "closed" in error_of(shuffler.start_shuffle, batch)
 
