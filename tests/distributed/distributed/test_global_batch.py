@@ -139,12 +139,12 @@ def test_it_forgets_with_the_labels_or_the_rows():
     assert not any("global" in name for name in vars(batch))
 
 
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("window", "kind"), [(1, "jagged"), (3, "jagged"), (3, "tensor")])
 @on_ranks
-def test_steps_of_a_window_know_their_own(window):
+def test_steps_of_a_window_know_their_own(window, kind):
     """On their way to a device, what an all-reduce says."""
-    cached = _square_batch("jagged", 7, 6, 6)  # a data set may hand out one batch again and again
-    uneven = (_square_batch("jagged", seed, *UNEVEN[dist.get_rank()]) for seed in range(5))
+    cached = _square_batch(kind, 7, 6, 6)  # a data set may hand out one batch again and again
+    uneven = (_square_batch(kind, seed, *UNEVEN[dist.get_rank()]) for seed in range(5))
     source = itertools.chain(uneven, [cached] * 4)
     known = []
     with closing(SquareShuffler()) as shuffler:
