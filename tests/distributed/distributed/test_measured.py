@@ -151,11 +151,17 @@ def test_peers_without_rows_say_that_a_calibration_is_missing(calibration):
 @on_two_ranks
 def test_peers_with_a_calibration_alone_wait_for_one_another_once(calibration):
     settles = mock.patch.object(Peers, "settle", autospec=True, side_effect=Peers.settle)
+    makes = mock.patch.object(engine, "ControlChannel", side_effect=engine.ControlChannel)
     options = ShufflerOptions(calibration=calibration)
-    with settles as settle, _each_alone() as group, closing(MeasuredShuffler(options, group)) as shuffler:
+    with settles as settle, makes as make, _each_alone() as own, closing(MeasuredShuffler(options, own)) as shuffler:
         for _ in range(11):
             shuffler.shuffle(my_batch())
     assert [call.args[1] for call in settle.call_args_list] == [0]
+    # A missing peer is reported before the ranks of the data-parallel group give up on the rank that waits for it.
+    assert [call.args for call in make.call_args_list] == [
+        (own, options.timeout),
+        (dist.group.WORLD, options.timeout / 2),
+    ]
 
 
 class _Failing(SquareShuffler):

@@ -12,7 +12,7 @@ from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
 from commons.distributed.channel.absence import CollectiveWait, FailedChannel
 from commons.distributed.channel.store import StoreUnavailableError, call_store
-from commons.distributed.errors import capture_error, describe_error, first_line
+from commons.distributed.errors import capture_error, describe_error, first_line, raise_first_difference
 
 
 @pytest.fixture
@@ -132,6 +132,13 @@ def test_an_error_without_text_is_described_by_its_line():
     kind, text = describe_error(error)
     assert kind == first_line(error) == "AssertionError"
     assert text.startswith("test_store.py, line ") and text.endswith(", in fail")
+
+
+def test_an_option_that_only_a_later_rank_has_is_a_difference():
+    """Of a newer version of evenrank, for example."""
+    calls = [("split", {"src": 0}), ("split", {"src": 0}), ("split", {"src": 0, "pad": True})]
+    with pytest.raises(ValueError, match="^pad is None on rank 4 and True on rank 6 in split; all ranks pass the same"):
+        raise_first_difference(calls, [4, 5, 6])
 
 
 GATHER, EXCHANGE, NEXT = "gather of step 3", "exchange of step 2", "gather of step 4"
