@@ -87,6 +87,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"run_dir": ""}, "run_dir is empty; it is the folder of the run"),
         ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
+        ({"optimization": {"min_lr_ratio": True}}, "min_lr_ratio is True"),
         ({"dataset_name": ""}, "dataset_name is empty"),
         ({"num_tasks": 0}, "num_tasks is 0"),
         (
@@ -107,6 +108,21 @@ def test_a_wrong_argument(changes, message):
         else:
             TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
     assert "\n" not in str(caught.value)
+
+
+def test_limits_are_allowed_and_rules_hold_only_where_they_matter():
+    rows, off = {"schedule_in": "rows"}, {"shuffler": ShufflerOptions(mode="off")}
+    for changes in (
+        rows | {"eval_interval": 4},  # as many as a step of one rank has
+        rows | {"ckpt_save_interval": 101, "optimization": OptimizationArgs(accumulation_steps=2)},
+        {"optimization": OptimizationArgs(min_lr_ratio=1.0)},
+        {"profile_step_start": 5, "profile_step_end": 6},
+        off | SAMPLER,
+        {"shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
+        SAMPLER | WINDOW,
+    ):
+        args = TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
+        assert {name: getattr(args, name) for name in changes} == changes
 
 
 def test_a_global_batch_replaces_the_batch_of_a_rank():
