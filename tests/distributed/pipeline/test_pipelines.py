@@ -69,6 +69,17 @@ def test_an_iterator_that_is_replaced_while_a_thread_reads_it_ends_with_that_bat
         assert [int(batch.sample_id) for batch in look_ahead] == [1, 2, 3]
 
 
+def test_the_batch_that_was_read_ahead_comes_before_those_of_the_next_iterator():
+    first, second = (Source(models.make_batch([row], 1) for row in rows) for rows in ([1, 2, 3, 4], [11, 12]))
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        next(replaced := LookAhead(first, shuffler))
+        following = LookAhead(second, shuffler, previous=replaced)
+        assert [int(batch.sample_id) for batch in following] == [2, 11, 12]
+        assert not list(LookAhead(second, shuffler, previous=following))  # as after an error of another rank
+        shuffler.drain()
+    assert (first.read, second.read) == (2, 3)  # the end was reached once
+
+
 def test_no_rank_has_data(two_ranks):
     results = two_ranks.run(train, ("build_sharded",), "sparse", "balance", [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
@@ -96,6 +107,17 @@ def test_the_staged_pipeline_trains_everything_to_the_end_and_the_same():
     assert largest_difference(weights["balance"], weights["identity"]) < 1e-5
 
 
+def _load_one_more_except_on_rank_1(pipeline, source):
+    """Train a step, where the thread of rank 1 loads no batch instead of the trained one."""
+    loader = pipeline._batch_loader
+    loader._buffer_filled_event.wait(60)
+    if dist.get_rank() == 1:
+        loader.stop()
+    pipeline.progress(source)
+    if dist.get_rank() != 1:
+        loader._buffer_filled_event.wait(60)
+
+
 @pytest.mark.parametrize(
     "pipeline_class", [TrainPipelineSparseDist, EvalPipelineSparseDist]
 )  # the latter's thread loads
@@ -107,11 +129,15 @@ def test_reset_drains_what_is_in_flight_on_every_rank(pipeline_class):
     with contextlib.closing(CubicShuffler()) as shuffler:
         pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
         for attempt in range(3):
-            pipeline.progress(rank_batches(dist.get_rank() + 10 * attempt, 5, [6]))
+            source = rank_batches(dist.get_rank() + 10 * attempt, [5, 5, 3][attempt], [6])  # at last only rank 0 ends
+            pipeline.progress(source)
+            if pipeline.starts_on_thread:
+                _load_one_more_except_on_rank_1(pipeline, source)
             time.sleep(0.05 * dist.get_rank())
             pipeline.reset()
         head_of(model).trained.clear()
         list(steps_of(pipeline, rank_batches(dist.get_rank() + 50, 3, [6])))
+        assert pipeline.last_stats == shuffler.last_stats  # of the last batch, not of one that was dropped
         pipeline.reset()
     size = dist.get_world_size()
     assert sorted(of_all(itertools.chain(*head_of(model).seen))) == expected_ids([3] * size, size, 50, [6])
