@@ -28,7 +28,7 @@ from tests.faults.rank import be_agent, start_process
 from tests.helpers.jobs.programs import run_program
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
 from tests.helpers.ranks.faults import NAMES_SECONDS, error_of, limit_waits, my_batch, on_rank, own_groups
-from tests.helpers.ranks.on_ranks import on
+from tests.helpers.ranks.on_ranks import of_all, on
 from tests.helpers.ranks.stopped_ranks import fault, port_of, run_with_fault, wait_for
 
 # Survivors learn of a death by their connections, and end long before a timeout.
@@ -332,3 +332,6 @@ def test_a_rank_that_fails_alone_is_quoted_by_the_others():
     said = error_of(shuffler.finish_shuffle, batch, handle)
     assert said.startswith(f"{quoted}ValueError: the handle of step 0 was started with"), said
     assert (shuffler.failure is None) if dist.get_rank() == 1 else (said == f"RankMissingError: {shuffler.failure}")
+    shuffler.close()
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=PATIENT))) as following:  # with groups of its own
+        assert sum(of_all([following.shuffle(my_batch(2)).actual_batch_size])) == 6 * dist.get_world_size()
