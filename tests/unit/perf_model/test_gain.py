@@ -80,6 +80,14 @@ def test_what_moves_in_a_window_is_counted_by_step():
     assert [each.lookup_imbalance_after for each in stats] == [0.0, 0.0]
 
 
+def test_with_speeds_a_load_counts_as_the_load_that_the_fastest_rank_does_meanwhile():
+    plan = plan_shuffle(gathered([10] * 3, [10] * 3), speeds=np.array([2, 1]), equal_size=False)
+    (stats,) = stats_of_plan(plan, 0, gather_ms=0.0, plan_ms=0.0, bytes_sent=0)
+    assert (stats.loads_before, stats.loads_after) == ((30, 30), (40, 20))
+    assert (stats.largest_load_before, stats.largest_load_after) == (60, 40)
+    assert (stats.imbalance_before, stats.imbalance_after) == (60 / 40 - 1, 0.0)
+
+
 def test_a_gate_leaves_the_load_where_it_is():
     rows = gathered([40, 4], [3, 3], [2, 2], [1, 9])
     plan = plan_shuffle(rows, min_gain=0.1)
