@@ -180,15 +180,21 @@ def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
 
 
 def _renamed_flags(config_class: Any, flags: list[str]) -> str:
-    """An error text with the right name of every flag whose field exists in another section; "" without such flags."""
+    """An error text with the right name of every flag whose field exists in another section; "" without such flags.
+
+    A flag that begins with `--no-` is renamed to the one that turns the field off.
+    """
     paths = _field_paths(config_class)
     renamed = []
     for flag in flags:
         name = flag.partition("=")[0]
         path = name.removeprefix("--").replace("-", "_")
-        written = _path_elsewhere(path, paths) if flag.startswith("--") and path not in paths else None
-        if written is not None:
-            renamed.append(f"{name} (write --{written.replace('_', '-')})")
+        if not flag.startswith("--") or path in paths:
+            continue
+        turned_on = path.removeprefix("no_")
+        if (found := turned_on if turned_on in paths else _path_elsewhere(turned_on, paths)) is not None:
+            written = [f"--{found.replace('_', '-')}", *(["False"] if turned_on != path else [])]
+            renamed.append(f"{name} (write {without_boolean_values(config_class, written, has_defaults=True)[0]})")
     return f"no such flag: {', '.join(renamed)}" if renamed else ""
 
 

@@ -263,6 +263,10 @@ def test_no_number_is_absurd(tmp_path, config_class):
             ["--trainer.dropout=1", "--dense-lr", "1"],
             "--trainer.dropout .write --model.dropout.*, --dense-lr .write --optimizer.dense-lr",
         ),
+        (
+            ["--no-dataset.shuffle", "--no-equal-size"],
+            "--no-dataset.shuffle .write --dataset.no-shuffle.*-size .write --trainer.shuffler.no-equal-size.$",
+        ),
         (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
         (["--import", "no_module"], "^import names 'no_module', which is neither installed nor in "),
