@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torchrec.distributed.train_pipeline.train_pipelines import (
     PrefetchTrainPipelineSparseDist,
+    TrainPipeline,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
     TrainPipelineSemiSync,
@@ -43,7 +45,7 @@ class TrainPipelineFactory:
 
         Raises:
             ValueError: the name is taken, or empty.
-            TypeError: `pipeline_class` is not callable, or the name is not a string.
+            TypeError: `pipeline_class` is not callable or takes no `batch_shuffler`, or the name is not a string.
         """
         require_name(name, "pipeline", "my_pipeline")
         if not callable(pipeline_class):
@@ -53,6 +55,13 @@ class TrainPipelineFactory:
             )
         if name in cls._makers:
             raise ValueError(f"pipeline {name!r} is already registered; names are unique: choose another")
+        if isinstance(pipeline_class, type) and issubclass(pipeline_class, TrainPipeline):
+            parameters = inspect.signature(pipeline_class).parameters.values()
+            if not any(each.name == "batch_shuffler" or each.kind is each.VAR_KEYWORD for each in parameters):
+                raise TypeError(
+                    f"pipeline {name!r} is {pipeline_class.__name__}, which takes no batch_shuffler; the factory gives "
+                    f"every pipeline one: register balanced({pipeline_class.__name__})"
+                )
         cls._makers[name] = pipeline_class
 
     @classmethod
