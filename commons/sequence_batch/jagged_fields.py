@@ -252,8 +252,8 @@ def require_sum(path: Path, total: int, num_values: int) -> None:
     """Raise ValueError unless the lengths of a jagged tensor add up to its values."""
     if total != num_values:
         raise ValueError(
-            f"field {path_name(path)!r} has lengths that add up to {total} and {num_values} values; every value must "
-            "belong to a row: remove the others"
+            f"field {path_name(path)!r} has lengths that add up to {total} and {num_values} values; every value "
+            f"belongs to one row: {'correct the lengths or add values' if num_values < total else 'remove the others'}"
         )
 
 
