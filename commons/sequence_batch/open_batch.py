@@ -226,8 +226,8 @@ def count_tree(tree: Tree[Any]) -> tuple[int, int]:
         raise ValueError(
             f"fields of {type(tree.batch).__name__} disagree on the number of rows: {_named(counts)}; the first "
             "dimension of every tensor, the stride of a KeyedJaggedTensor and the length of a list are the batch: pad "
-            "or trim them, turn a list with a tensor per row into a jagged nested tensor, or a list that belongs to "
-            "the whole batch into a tuple"
+            "or trim them, turn a list with a tensor per row into a jagged nested tensor (a JaggedTensor if a shuffler "
+            "moves it), or a list that belongs to the whole batch into a tuple"
         )
     if len(set(stated.values())) > 1:
         raise ValueError(
