@@ -206,7 +206,10 @@ class RowCosts:
         if names := self.token_features:
             keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
             if unknown := [name for name in names if name not in keys]:
-                raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names")
+                raise KeyError(
+                    f"features {unknown} are not among the batch's keys {keys}: correct token_feature_names, which a "
+                    "tokens shuffler takes as feature_names"
+                )
         workloads = self._returned("get_workloads", batch, schema)
         return workloads, self._returned("get_groups", batch, schema) if self.has_groups else None
 
