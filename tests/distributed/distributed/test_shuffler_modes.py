@@ -176,7 +176,9 @@ def test_what_counts_as_a_token_can_be_said():
             said = error_of(shuffler.shuffle, batch)
             assert excess is None or shuffler.last_stats.excess_tokens == excess
     assert said.startswith("KeyError: ")
-    assert "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names, which a tokens" in said
+    assert (
+        "features ['c'] are not among the batch's keys ['a', 'b']: correct token_feature_names, which a tokens" in said
+    )
 
 
 @pytest.mark.parametrize("windows", [False, True])
