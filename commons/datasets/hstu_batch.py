@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import require_no_string
+from commons.checks import kind_of, require_no_string
 from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -31,7 +31,8 @@ class FeatureConfig:
 
     Raises:
         ValueError: no names, not one maximum per name, a maximum below 1 or a negative length.
-        TypeError: `feature_names` is one string.
+        TypeError: `feature_names` is one string, `max_item_ids` is one number, or `seqlen_dist` is no
+            RandomDistribution.
 
     """
 
@@ -44,6 +45,16 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         require_no_string("feature_names", self.feature_names)
+        if isinstance(self.max_item_ids, int):
+            raise TypeError(
+                f"max_item_ids is the number {self.max_item_ids}; it is a list with one maximum per name: write "
+                f"[{self.max_item_ids}]"
+            )
+        if self.seqlen_dist is not None and not isinstance(self.seqlen_dist, RandomDistribution):
+            raise TypeError(
+                f"seqlen_dist is {self.seqlen_dist!r}; lengths are drawn from a RandomDistribution: make one, for "
+                'example RandomDistribution("zipf", alpha=1.2), or leave it out'
+            )
         if not self.feature_names or len(self.feature_names) != len(self.max_item_ids):
             raise ValueError(
                 f"feature_names has {len(self.feature_names)} entries, max_item_ids has {len(self.max_item_ids)}; one "
@@ -76,6 +87,7 @@ class HSTUBatch(BaseBatch):
         ValueError: as BaseBatch; an item or action feature that is no key, or is contextual; candidates without
             `num_candidates`; on CPU also actions and items of different length, or candidates outside
             `[0, min(max_num_candidates, items)]`.
+        TypeError: as BaseBatch; `num_candidates` that is no tensor.
 
     """
 
@@ -96,6 +108,11 @@ class HSTUBatch(BaseBatch):
             raise ValueError(
                 f"max_num_candidates is {self.max_num_candidates} and num_candidates is {self.num_candidates}; with "
                 "candidates every row needs its number: give num_candidates, or set max_num_candidates to 0"
+            )
+        if self.num_candidates is not None and not isinstance(self.num_candidates, torch.Tensor):
+            raise TypeError(
+                f"num_candidates is {kind_of(self.num_candidates)}; one integer per row is needed: give an int64 "
+                f"tensor of shape ({self.batch_size},)"
             )
         if self.num_candidates is not None and (
             self.num_candidates.dim() != 1 or self.num_candidates.dtype not in (torch.int32, torch.int64)
@@ -223,8 +240,8 @@ class HSTUBatch(BaseBatch):
                 row. It does not change the other features.
 
         Raises:
-            ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, or invalid
-                fields of an HSTUBatch.
+            ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, a feature
+                that is in `feature_configs` twice, or invalid fields of an HSTUBatch.
 
         """
         require_no_string("contextual_feature_names", contextual_feature_names)
@@ -239,6 +256,10 @@ class HSTUBatch(BaseBatch):
         for config in feature_configs:
             config_lengths = config.draw_lengths(num_real, generator)
             for name, num_ids in zip(config.feature_names, config.max_item_ids):
+                if name in values:
+                    raise ValueError(
+                        f"feature_configs have {name!r} twice; a feature is drawn once: rename one, or remove it"
+                    )
                 num_values = int(config_lengths.sum())
                 values[name] = torch.randint(num_ids, (num_values,), generator=generator, device=drawn_on)
                 lengths[name] = config_lengths

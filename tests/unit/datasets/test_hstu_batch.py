@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -174,6 +175,7 @@ def built(actions=(3, 0, 2), **changes):
         (drawn, {"action_feature_name": "click"}, "action_feature_name is 'click'"),
         (drawn, {"contextual_feature_names": ["age"]}, "age"),
         (drawn, {"contextual_feature_names": ["item"]}, "contextual or part of the sequence"),
+        (drawn, {"feature_configs": [ITEMS, ITEMS]}, "feature_configs have 'item' twice"),
         (config, {"feature_names": []}, "feature_names"),
         (config, {"feature_names": ["a", "b"]}, "feature_names"),
         (config, {"max_item_ids": [0]}, "max_item_ids"),
@@ -193,4 +195,18 @@ def built(actions=(3, 0, 2), **changes):
 )
 def test_what_is_no_batch_is_refused(make, changes, message):
     with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (config, {"max_item_ids": 10}, r"max_item_ids is the number 10; .* write \[10\]"),
+        (config, {"seqlen_dist": "zipf"}, "seqlen_dist is 'zipf'; lengths are drawn from a RandomDistribution"),
+        (built, {"num_candidates": [2, 0, 1, 0]}, r"num_candidates is a list; .* int64 tensor of shape \(4,\)"),
+        (built, {"num_candidates": np.array([2, 0, 1, 0])}, "num_candidates is an ndarray"),
+    ],
+)
+def test_the_wrong_type_is_refused(make, changes, message):
+    with pytest.raises(TypeError, match=message):
         make(**changes)
