@@ -45,7 +45,10 @@ def vocabulary_head_flops(num_tokens: Any, *, hidden_size: int, vocab_size: int)
 def on_host(compute: Callable[..., Any], *given: Any) -> Any:
     """`compute(*given)`, in numpy if the integers are on the host: its calls take a third of the time of torch's."""
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
-    fit = (each.device.type == "cpu" and each.dtype in _INTEGERS and each.dim() > 0 for each in tensors)
+    fit = (
+        each.device.type == "cpu" and each.dtype in _INTEGERS and not each.is_nested and each.dim() > 0
+        for each in tensors
+    )
     if not isinstance(given[0], torch.Tensor) or not all(fit):
         return compute(*given)
     return torch.from_numpy(compute(*(each.numpy() if isinstance(each, torch.Tensor) else each for each in given)))
@@ -319,6 +322,8 @@ def _as_int64(value: Any, name: str) -> Any:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            raise TypeError(f"{name} is a nested tensor; one length per row is needed: pass the lengths of its rows")
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {value.dtype}; lengths are integers: convert them")
         return value.to(torch.int64)

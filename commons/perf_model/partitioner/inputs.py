@@ -89,7 +89,7 @@ def _as_array(values: Any, name: str) -> np.ndarray:
             values = values.double()  # numpy has no bfloat16
     try:
         return np.asarray(values)
-    except (ValueError, OverflowError, TypeError) as error:
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # RuntimeError: a nested tensor
         raise ValueError(
             f"{name} is not a one-dimensional list of integers ({error}); pass one integer per row"
         ) from error

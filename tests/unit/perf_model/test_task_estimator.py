@@ -104,12 +104,13 @@ def test_dimensions_may_be_numpys(number):
         ((torch.tensor([1.0], dtype=torch.bfloat16),), "seqlen has dtype torch.bfloat16"),
         ((torch.tensor([True]),), "seqlen has dtype torch.bool"),
         ((True,), "seqlen has dtype bool"),
+        ((torch.nested.nested_tensor([torch.arange(3)], layout=torch.jagged),), "seqlen is a nested tensor"),
         (([2**31],), r"2\*\*63"),
     ],
 )
 def test_lengths_that_are_wrong_are_refused(arguments, message):
     task = HSTUAttentionTask(64, 4, 16)
-    with pytest.raises(TypeError if "has dtype" in message else ValueError, match=message):
+    with pytest.raises(TypeError if "has dtype" in message or "nested" in message else ValueError, match=message):
         task.get_workloads(*arguments)
     assert task.get_workloads([]).tolist() == []
 

@@ -142,6 +142,7 @@ def test_values_up_to_the_limit_are_exact():
         ({0: 1}, "workloads is a dict; one value per row"),
         (torch.tensor(7), "workloads is a Tensor; one value per row"),
         ([[1, 2], [3]], r"workloads is not a one-dimensional list of integers"),
+        (torch.nested.nested_tensor([torch.arange(3)], layout=torch.jagged), "workloads is not a one-dimensional list"),
         (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
         ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
         (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
