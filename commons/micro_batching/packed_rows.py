@@ -93,7 +93,7 @@ def pack_rows(
     Raises:
         ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, ragged in another
             dimension, with gaps or with values outside their rows, a mask that is not `(rows, width)`, no token at all,
-            an unknown kind of mask, or `pad_to_multiple_of` below 1.
+            `input_ids` of another form than the tokens, an unknown kind of mask, or `pad_to_multiple_of` below 1.
         TypeError: the batch is neither a dict nor a TensorDict, or its attention mask is no tensor.
 
     Examples:
@@ -125,6 +125,10 @@ def pack_rows(
         if name in ("attention_mask", "position_ids"):
             continue  # computed below
         if not _is_per_token(value, shape):
+            if name == "input_ids" and value is not None:
+                what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {kind_of(value)}"
+                tokens = "other fields are nested tensors" if shape is None else f"attention_mask has shape {shape}"
+                raise ValueError(f"input_ids {what}, {tokens}; every token has an id: give both the same form")
             inputs[name] = value
             continue
         flat = value.values() if value.is_nested else value.flatten(0, 1).index_select(0, places)

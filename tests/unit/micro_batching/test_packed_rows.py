@@ -131,12 +131,22 @@ def test_other_fields_are_kept():
     assert batch["labels"][0, 0] == 0  # the batch itself is not written to
 
 
+PIXELS = torch.nested.nested_tensor([torch.ones(5)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
         ({"input_ids": torch.zeros(2, 3)}, {}, "the batch has the fields input_ids; attention_mask .rows, width."),
         ({"attention_mask": torch.ones(3)}, {}, r"attention_mask has shape \(3,\); it must be \(rows, width\)"),
         ({"attention_mask": torch.zeros(2, 3)}, {}, "the batch has no token"),
+        (
+            {**padded([2]), "input_ids": torch.zeros(1, 3)},
+            {},
+            r"input_ids has shape \(1, 3\), attention_mask has shape",
+        ),
+        ({**padded([2]), "input_ids": [[5, 6]]}, {}, r"input_ids is a list, attention_mask has shape \(1, 2\); every"),
+        ({**padded([2]), "image": PIXELS}, {}, r"input_ids has shape \(1, 2\), other fields are nested tensors; every"),
         (padded([2]), {"mask": "full"}, "mask is 'full'; it must be 'block_diagonal', 'causal' or None"),
         (padded([2]), {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; it must be an integer of at least 1"),
     ],
