@@ -38,12 +38,13 @@ struct Request {
   Index num_steps = 1;  // of a grid, whose partitions are ranks; the cell of rank r, step s is r * num_steps + s
   Indices home_step{};  // the step in which each sample was loaded; empty if not given
   Weights speeds{};     // of the partitions, in a grid of the ranks; empty if all are equally fast
+  bool home_splits = false;  // whether a group has rows in several homes; `home` is then that of most of its tokens
 
   // The request for a subset of the samples.
   Request of_rows(const Indices& rows) const {
     const auto some = [&](const auto& values) { return values.empty() ? values : take(values, rows); };
     return {some(workloads), num_parts,      method, equal_size, some(tokens),   max_tokens,
-            some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds};
+            some(home),      ranks_per_node, slack,  num_steps,  some(home_step), speeds, home_splits};
   }
   // The tokens of a plan's fullest partition, but at least the cap; 0 without a cap.
   Weight most_tokens(const Indices& parts, Index number) const {
@@ -228,7 +229,7 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
 // A plan whose largest load is within 1 + slack of that of `assignment`, with many rows at home; by sample.
 //
 // Never worse than home: if home keeps the cap and `assignment` does not lower its largest load, or breaks the cap, the
-// result is home itself, whatever its counts.
+// result is home itself, whatever its counts. Where groups are split at home, rows move anyhow, and counts are kept.
 inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.time(take(assignment, problem.order));
@@ -236,9 +237,11 @@ inline Indices keep_rows_home(Problem& problem, Indices assignment, const Reques
   Weight load_limit = with_slack(best_load, request.slack);
   const bool even = problem.keeps_limits(request.home);
   if (cap.keeps(request.home, num_parts)) {
-    const bool no_gain = best_load >= home_load || !cap.keeps(assignment, num_parts);
-    if (no_gain || (even && home_load <= load_limit)) return request.home;
-    load_limit = std::min(load_limit, home_load - 1);
+    const bool no_gain = best_load >= home_load, keeps_counts = request.home_splits && !even;
+    if (!cap.keeps(assignment, num_parts) || (no_gain && !keeps_counts) || (even && home_load <= load_limit)) {
+      return request.home;
+    }
+    if (!no_gain) load_limit = std::min(load_limit, home_load - 1);
   }
   problem.aim(load_limit);
   const Home home = home_by_row(request, problem.order, sizes_of(request));

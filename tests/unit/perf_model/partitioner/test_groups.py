@@ -62,6 +62,22 @@ def test_a_plan_of_groups_is_that_of_the_merged_rows(rows, ranks, method, data):
     assert plan.loads.tolist() == expected.loads.tolist() and plan.lower_bound == expected.lower_bound
 
 
+@given(
+    rows=grouped_rows(same_size=True), ranks=st.integers(2, 5), slack=st.sampled_from([0, 0.01, 0.5]), data=st.data()
+)
+def test_counts_are_equal_if_home_splits_a_group(rows, ranks, slack, data):
+    """The place of most of a group's tokens is not where its rows are, so it does not excuse other counts."""
+    workloads, tokens, groups = rows
+    home = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(groups), max_size=len(groups))))
+    size = int((groups == groups[0]).sum())
+    assume(any(len(set(home[groups == group].tolist())) > 1 for group in groups))
+    plan = partition(workloads, ranks, groups=groups, home=home, tokens=tokens, slack=slack)
+    counts = np.bincount(plan.assignment, minlength=ranks) // size
+    assert counts.max() - counts.min() <= 1
+    assert plan.loads.max() <= partition(workloads, ranks, groups=groups).loads.max() * (1 + slack)
+    assert all(len(set(plan.assignment[groups == group].tolist())) == 1 for group in groups)
+
+
 @given(rows=grouped_rows(same_size=True), ranks=st.integers(1, 4), steps=st.integers(1, 3), data=st.data())
 def test_a_grid_of_groups_is_that_of_the_merged_rows(rows, ranks, steps, data):
     workloads, tokens, groups = rows
