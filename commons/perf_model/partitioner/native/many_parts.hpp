@@ -311,6 +311,7 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
   const Weight home_load = problem.speeds.largest_time(loads.data(), loads.size());
   const Indices counts = count_per_part(request.home, num_parts);
   const bool even = problem.limits.keep(counts);
+  if (home_load <= bound && !even && request.home_splits) return std::nullopt;
   if (home_load <= bound || (even && home_load <= limit)) return request.home;
   limit = std::min(limit, home_load - 1);
   problem.aim(limit);

@@ -78,6 +78,13 @@ def test_counts_are_equal_if_home_splits_a_group(rows, ranks, slack, data):
     assert all(len(set(plan.assignment[groups == group].tolist())) == 1 for group in groups)
 
 
+def test_counts_are_equal_if_home_splits_a_group_of_many_ranks():
+    groups = np.random.default_rng(0).permutation(np.repeat(np.arange(600), 2))
+    workloads = np.where(np.arange(1200) == 0, 10**6, 7)
+    plan = partition(workloads, 600, groups=groups, home=np.arange(1200) // 2, slack=0.01)
+    assert np.bincount(plan.assignment).tolist() == [2] * 600
+
+
 @given(rows=grouped_rows(same_size=True), ranks=st.integers(1, 4), steps=st.integers(1, 3), data=st.data())
 def test_a_grid_of_groups_is_that_of_the_merged_rows(rows, ranks, steps, data):
     workloads, tokens, groups = rows
