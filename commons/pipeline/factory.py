@@ -40,12 +40,12 @@ class TrainPipelineFactory:
 
         Args:
             name: the name for `create`.
-            pipeline_class: called with `(model, optimizer, device, *, batch_shuffler, **kwargs)`; for a stock class
-                register `balanced(TheClass)`.
+            pipeline_class: called with `(model, optimizer, device, *, batch_shuffler, **kwargs)`. A pipeline class of
+                TorchRec, or a subclass, that takes no `batch_shuffler` is balanced when it is created.
 
         Raises:
             ValueError: the name is taken, or empty.
-            TypeError: `pipeline_class` is not callable or takes no `batch_shuffler`, or the name is not a string.
+            TypeError: `pipeline_class` is not callable, or the name is not a string.
         """
         require_name(name, "pipeline", "my_pipeline")
         if not callable(pipeline_class):
@@ -58,10 +58,7 @@ class TrainPipelineFactory:
         if isinstance(pipeline_class, type) and issubclass(pipeline_class, TrainPipeline):
             parameters = inspect.signature(pipeline_class).parameters.values()
             if not any(each.name == "batch_shuffler" or each.kind is each.VAR_KEYWORD for each in parameters):
-                raise TypeError(
-                    f"pipeline {name!r} is {pipeline_class.__name__}, which takes no batch_shuffler; the factory gives "
-                    f"every pipeline one: register balanced({pipeline_class.__name__})"
-                )
+                pipeline_class = functools.partial(_make_balanced, pipeline_class)
         cls._makers[name] = pipeline_class
 
     @classmethod
@@ -79,7 +76,7 @@ class TrainPipelineFactory:
 
         Raises:
             ValueError: the name is unknown.
-            TypeError: the installed TorchRec's pipeline of that name cannot be balanced.
+            TypeError: TorchRec's pipeline of that name cannot be balanced.
         """
         if name not in cls._makers:
             raise ValueError(
@@ -106,4 +103,4 @@ for _name, _pipeline_class in {
     "fused": TrainPipelineFusedSparseDist,
     "semi_sync": TrainPipelineSemiSync,
 }.items():
-    TrainPipelineFactory.register(_name, functools.partial(_make_balanced, _pipeline_class))
+    TrainPipelineFactory.register(_name, _pipeline_class)

@@ -102,6 +102,28 @@ def test_pipelines_by_name():
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
 
 
+class _OwnArguments(TrainPipelineBase):
+    def __init__(self, model, optimizer, device, **kwargs):
+        super().__init__(model, optimizer, device)
+        self.given = kwargs
+
+
+def test_a_registered_class_of_torchrec_is_balanced_and_one_that_takes_a_shuffler_is_not(monkeypatch):
+    monkeypatch.setattr(TrainPipelineFactory, "_makers", {})
+    mine = type("Mine", (TrainPipelineBase,), {})
+    made = {}
+    for name, each in {"own": mine, "balanced": balanced(mine), "takes all": _OwnArguments}.items():
+        TrainPipelineFactory.register(name, each)
+        made[name] = TrainPipelineFactory.create(name, **ARGUMENTS)
+    assert type(made["own"]) is type(made["balanced"]) is balanced(mine)
+    assert type(made["takes all"]) is _OwnArguments and made["takes all"].given == {
+        "batch_shuffler": ARGUMENTS["batch_shuffler"]
+    }
+    TrainPipelineFactory.register("refused", INSTALLED["StagedTrainPipeline"])
+    with pytest.raises(TypeError, match="StagedTrainPipeline copies batches in one of your stages"):
+        TrainPipelineFactory.create("refused", **ARGUMENTS)
+
+
 def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
     """As with a TorchRec that lacks what a hook needs."""
     monkeypatch.delattr(TrainPipelineBase, "_copy_batch_to_gpu")
