@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -13,12 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
 
-from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
-from commons.datasets.samplers.epoch import EPOCH_START, ShardedBatchSampler
-from commons.dispatch import SingleRankLoader
 from commons.distributed.gather import rank_speeds
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
@@ -27,19 +21,14 @@ from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
 from commons.trainer import TrainerArgs
-from commons.trainer import epochs as trainer_epochs
 from commons.trainer.checkpoint.folder import list_checkpoints
 from commons.trainer.config.args import OptimizationArgs
-from commons.trainer.epochs import Epochs
 from commons.trainer.observe.train_log import TrainLog
 from commons.trainer.run import run_training
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config, table_of
 from tests.helpers.jobs.run_folders import lines, losses
-from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit
-from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 CPU = torch.device("cpu")
 ROWS = 59  # in training, of 70 users
@@ -177,6 +166,18 @@ def test_a_schedule_in_rows(two_ranks, data, tmp_path):
     assert progress["rows"] - 48 == progress["window_rows"] in (5, 6)  # of 11 rows in its two steps
 
 
+def test_rows_of_exchanged_windows_are_counted_as_they_are_trained(two_ranks, data, tmp_path):
+    """A checkpoint within a window resumes after these rows."""
+    free = STAGE | {"shuffler": ShufflerOptions(equal_size=False), "schedule_in": "rows"}
+    saving = {"ckpt_save_interval": 10, "ckpt_save_dir": str(tmp_path / "checkpoints"), "ckpt_keep": 99}
+    two_ranks.run(train, data, str(tmp_path / "run"), dataset={"max_history_seqlen": 200}, **free, **saving)
+    trained = [line["num_rows"] for line in lines(tmp_path / "run") if "loss" in line]
+    saved = [json.loads((path / "state.json").read_text()) for path in list_checkpoints(tmp_path / "checkpoints")]
+    assert len(set(trained)) > 2 and sum(trained) == ROWS and len(saved) > 3
+    for progress in (state["progress"] for state in saved):
+        assert progress["rows"] == sum(trained[: progress["step"]])
+
+
 @pytest.mark.slow
 def test_a_schedule_in_rows_of_steps_that_differ(two_ranks, data, tmp_path):
     """Stopped and resumed with smaller steps, rates follow the rows; saved where accumulations end."""
@@ -248,77 +249,6 @@ def test_data_that_cannot_be_read_by_their_work(two_ranks, data, tmp_path, optio
     assert first == second and re.search(said, first), first
 
 
-def epochs_of(loader, by=None, **args):
-    return Epochs(loader, Parts(TrainerArgs(2, 2, **args), None, None, (), loader), by)
-
-
-def _open(workloads, **changes):
-    """By a sampler of every rank's workloads, or of none."""
-    rows, sampler = TensorDataset(torch.arange(12)), None
-    if workloads is not None:
-        rank = dist.get_rank()
-        work = workloads[rank] if isinstance(workloads[0], list) else workloads
-        sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
-    epochs = epochs_of(DataLoader(rows, batch_sampler=sampler), schedule_in="rows")
-    return epochs.rows_of_epoch(0), [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
-
-
-@on_two_ranks
-def test_a_loader_of_the_users_own():
-    num_rows, batches = _open(list(range(12)), window=2)
-    assert num_rows == 12 and sorted(of_all(chain.from_iterable(batches))) == list(range(12))
-    for workloads, said in (
-        (list(range(11)), "workloads has 11 entries, the data set has 12 rows"),
-        ([list(range(12)), list(range(1, 13))], "ValueError: ranks plan with different settings or workloads"),
-        (None, "ValueError: schedule_in is 'rows' and the sampl"),  # which needs a sampler that knows them
-    ):
-        assert said in error_of(_open, workloads)
-
-
-@on_two_ranks
-def test_groups_change_the_order_of_the_rows_and_costs_and_speeds_do_not():
-    """A checkpoint within an epoch warns of another order."""
-
-    def order(**changes):
-        options = {"workloads": range(1, 13), "window": 1} | changes
-        sampler = BalancedBatchSampler(**options, batch_size=2, num_ranks=2, rank=dist.get_rank())
-        return epochs_of(DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)).order()
-
-    for changes in ({"workloads": [1] * 12}, {"window": 3}, {"padded": True}, {"speeds": [1, 2]}):
-        assert order(**changes) == order()
-    assert order(groups=[row // 2 for row in range(12)]) != order(groups=[row % 6 for row in range(12)]) != order()
-
-
-@on_two_ranks
-def test_every_sampler_reads_the_rows_in_the_same_order():
-    """So a resumed run that reads the rest of an epoch by another sampler need not warn of it."""
-    rows, options = TensorDataset(torch.arange(12)), {"seed": 3, "shuffle": True, "rank": dist.get_rank()}
-    planned = {"workloads": range(1, 13), "num_ranks": 2, **options}
-    samplers = (
-        ShardedBatchSampler(12, 2, world_size=2, **options),
-        BalancedBatchSampler(batch_size=2, window=3, **planned),
-        BudgetBatchSampler(budget_per_rank=20, speeds=[2, 1], **planned),
-    )
-    orders = [epochs_of(DataLoader(rows, batch_sampler=sampler)).order() for sampler in samplers]
-    assert all(order == orders[0] for order in orders) and orders[0].keys() >= {"seed", "shuffle", "num_rows"}
-    assert all((sampler.order(12, 1) == samplers[0].order(12, 1)).all() for sampler in samplers)
-
-
-def _distributed_by_rank_0(options):
-    """This rank's rows of a batch whose rows are their workloads, and the timeout."""
-    loader, shuffler = DataLoader(torch.tensor([100] + [1] * 7), batch_size=8), TokensBalancedBatchShuffler()
-    shuffler.get_workloads = lambda batch: batch
-    with mock.patch.object(trainer_epochs, "SingleRankLoader", wraps=SingleRankLoader) as made:
-        epochs = epochs_of(loader, shuffler, **DEALT, shuffler=options)
-    with contextlib.closing(epochs):
-        return next(epochs.open(0, EPOCH_START)).tolist(), made.call_args.kwargs["timeout"]
-
-
-def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
-    options = ShufflerOptions(equal_size=False, timeout=70.0)
-    assert two_ranks.run(_distributed_by_rank_0, options) == [([100], 70.0), ([1] * 7, 70.0)]
-
-
 class GroupShuffler(TokensBalancedBatchShuffler):
     """Keeps the rows of a user together."""
 
@@ -335,15 +265,6 @@ def _error_with_groups(*args, **changes):
 def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tmp_path, way, name):
     for error in two_ranks.run(_error_with_groups, data, str(tmp_path), **way):
         assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
-
-
-@on_two_ranks
-def test_tensor_parallel_peers_draw_the_same_batches():
-    for tensor_parallel_size in (2, 1):
-        with model_parallel(tensor_parallel_size):
-            epochs = epochs_of(DataLoader(range(4), batch_size=None))
-            seeds = of_all([epochs.open(epoch, EPOCH_START)._base_seed for epoch in (0, 1)])
-        assert len(set(seeds)) == 4 // tensor_parallel_size
 
 
 def _of_steps(run_dir, name, dtype=np.int64):
