@@ -14,6 +14,7 @@ from pathlib import Path
 
 NOT_INSTALLED = {"tests", "benchmarks"}
 FRAMEWORKS = {"lightning", "transformers"}  # that modules of `integrations` import
+KERNELS = "hstu.model.kernels"  # of Triton
 CORE = "commons/perf_model/partitioner/libevenrank.so"  # a library, no module
 
 
@@ -45,13 +46,16 @@ def main() -> None:
 
 
 def modules_of(packages: set[str]) -> list[str]:
-    """The modules of the installed packages; less those that need an extra, where that is missing."""
+    """The modules of the installed packages; less those that need an extra or Triton, where that is missing."""
     without_megatron = importlib.util.find_spec("megatron") is None
+    without_triton = importlib.util.find_spec("triton") is None  # as with the CPU builds of torch
     names: list[str] = []
     for package in sorted(packages):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")
         importable = (each.name for each in found if not CORE.startswith(each.name.replace(".", "/") + "."))
         names += [package, *(name for name in importable if package != "sid_gr" or not without_megatron)]
+    if without_triton:
+        names = [name for name in names if not name.startswith(f"{KERNELS}.")]
     return [name for name in names if not _needs_framework(name)]
 
 
