@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -35,6 +36,7 @@ from commons.trainer import TrainerArgs, loop
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.optimize.updates import DeferredOptimizer, StepUpdate
 from tests.helpers.cuda.pretended_streams import pretended_streams, replaced, with_streams
+from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import (
     LEARNING_RATE,
     PlainModel,
@@ -221,6 +223,42 @@ def test_compiled_pipelines_train_the_same(two_ranks, own_two_ranks, name):
     compiled = own_two_ranks.run(_compiled, name, build)
     assert largest_difference(compiled[0], two_ranks.run(_stock, "base", build)[0]) < 1e-5
     assert largest_difference(compiled[0], compiled[1]) < 1e-6
+
+
+def _after_one_step(name: str, with_pec: bool) -> list[torch.Tensor]:
+    """The tables that a stock pipeline trains in one step, with PECEmbeddingCollection or EmbeddingCollection."""
+    changes = contextlib.ExitStack()
+    if with_pec:
+        from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
+        from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+
+        plain = models.EmbeddingCollection
+        wrapped = replaced(
+            (models, "EmbeddingCollection", lambda **options: PECEmbeddingCollection(plain(**options))),
+            (models, "EmbeddingCollectionSharder", PECEmbeddingCollectionSharder),
+        )
+        changes.enter_context(wrapped)
+    with pretended_streams(), changes:
+        model, optimizer = make_model(lambda: build_sharded("row_wise"))
+        pipeline = with_streams(torchrec_pipelines()[name](model, optimizer, CPU))
+        pipeline.progress(itertools.islice(batches(), 1))
+        return [weight for each, weight in weights_of(model).items() if "embedding" in each]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TrainPipelinePEC" not in torchrec_pipelines(), reason="needs TorchRec 1.9")
+def test_why_pec_is_refused(two_ranks):
+    """Where this fails, TorchRec has changed it, and it may be balanced."""
+    expected, alike, pec = (
+        two_ranks.run(_after_one_step, name, with_pec)[0]
+        for name, with_pec in (
+            ("TrainPipelineSparseDist", False),
+            ("TrainPipelinePEC", False),
+            ("TrainPipelinePEC", True),
+        )
+    )
+    assert all(torch.equal(*pair) for pair in zip(expected, alike, strict=True))
+    assert all(float((one - other).abs().max()) > 1e-3 for one, other in zip(expected, pec, strict=True))
 
 
 def test_every_balanced_class_is_compared():
