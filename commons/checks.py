@@ -1,4 +1,4 @@
-"""Checks of integers, names and files from users."""
+"""Checks of integers, booleans, names and files from users."""
 
 from __future__ import annotations
 
@@ -25,11 +25,30 @@ def require_at_least(name: str, value: Any, least: int, *, optional: bool = Fals
 
 
 def take_python_scalars(settings: Any) -> None:
-    """Replace numpy's scalars in the fields of a dataclass, also a frozen one, by Python's: JSON has only those."""
+    """Replace numpy's scalars in the fields of a dataclass, also a frozen one, by Python's: JSON has only those.
+
+    ValueError for a field of type bool with another value than True or False.
+    """
     for each in fields(settings):
         value = getattr(settings, each.name)
         if isinstance(value, np.generic):
             object.__setattr__(settings, each.name, value.item())
+        if each.type in ("bool", bool):
+            as_boolean(value, each.name)
+
+
+def as_boolean(value: Any, name: str) -> bool:
+    """True or False, also numpy's, as a `bool`; ValueError for other values: Python takes any text, also "no", as true.
+
+    >>> as_boolean("no", "equal_size")
+    Traceback (most recent call last):
+        ...
+    ValueError: equal_size is 'no'; it is True or False: choose one
+
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {value!r}; it is True or False: choose one")
+    return bool(value)
 
 
 def as_count(value: Any, name: str, least: int) -> int:

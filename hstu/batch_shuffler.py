@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commons.checks import as_boolean
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
@@ -69,8 +70,8 @@ class HSTUBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
         if token_feature_names is not None:
             token_feature_names = require_names("token_feature_names", token_feature_names)
         self.task = HSTUAttentionTask(**dimensions)
-        self.action_interleaved = action_interleaved
-        self.contextual_mask = contextual_mask
+        self.action_interleaved = as_boolean(action_interleaved, "action_interleaved")
+        self.contextual_mask = as_boolean(contextual_mask, "contextual_mask")
         self.token_feature_names = token_feature_names
         super().__init__(options, pg_group)
         self.cost = self.calibrated(self.task)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import kind_of, require_no_string
+from commons.checks import kind_of, require_no_string, take_python_scalars
 from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -44,6 +44,7 @@ class FeatureConfig:
     seqlen_dist: RandomDistribution | None = None
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         require_no_string("feature_names", self.feature_names)
         if isinstance(self.max_item_ids, int):
             raise TypeError(

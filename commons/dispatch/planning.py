@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from commons.checks import as_boolean
 from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
@@ -54,7 +55,7 @@ def split_rows(
 
     Fewer rows (or groups) than parts are a ValueError without `pad`.
     """
-    weights = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real]
+    weights, pad = as_int64_workloads(workloads, num_rows=rows.count)[: rows.real], as_boolean(pad, "pad")
     require_enough(num_parts, rows.real, "rows", pad)
     numbers = None
     if groups is not None:

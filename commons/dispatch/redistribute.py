@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.checks import as_boolean
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import differentiable_leaves, follow_gradients, result_rows
 from commons.dispatch.own_rows import AllRows, OwnRows, gather_rows
@@ -209,6 +210,7 @@ def redistribute_balanced(
         own, options, error = None, None, None
         try:
             trims = as_trims(trim, one_sided=True)
+            equal_size = as_boolean(equal_size, "equal_size")
             options = {"equal_size": equal_size, "slack": as_slack(slack), "trim": [repr(each) for each in trims]}
             own = OwnRows.of(batch, {"workloads": workloads, "groups": groups}, columns_of, trims)
         except Exception as caught:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from commons.checks import as_count
+from commons.checks import as_boolean, as_count
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import Split, split_rows
@@ -251,7 +251,7 @@ def check_options(
     """The options that must be equal on all ranks, as data for JSON, and the trims.
 
     Raises:
-        ValueError: `options["src"]` is not a rank of the group.
+        ValueError: `options["src"]` is not a rank of the group, or another option is not True or False.
         TypeError: a `trim` that is not a Trim.
     """
     trims = as_trims(trim)
@@ -260,7 +260,8 @@ def check_options(
             f"src is {options['src']}, the group has {world_size} ranks; the source is a rank of the group, counted "
             "from 0: name one of them"
         )
-    return options | {"trim": [repr(each) for each in trims]}, trims
+    flags = {name: as_boolean(value, name) for name, value in options.items() if name != "src"}
+    return options | flags | {"trim": [repr(each) for each in trims]}, trims
 
 
 def _require_role(data: dict[str, Any], extra: dict[str, Any], rank: int, src: int) -> None:

@@ -71,9 +71,6 @@ class ShufflerOptions:
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
         if not (self.calibration is None or (isinstance(self.calibration, str) and self.calibration)):
             raise ValueError(f"calibration is {self.calibration!r}; it names a file, or is None: correct it")
-        for name in ("equal_size", "verify"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it is True or False: choose one")
         for name, allowed in _NAMES.items():
             require_one_of(name, getattr(self, name), allowed)
         if self.speeds == "measured" and self.partitioner not in METHODS_WITH_SPEEDS:

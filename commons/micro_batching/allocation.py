@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.checks import as_count
+from commons.checks import as_boolean, as_count
 from commons.micro_batching.fewest_groups import PackingProblem, fewest_groups, groups_of, in_order
 from commons.micro_batching.first_fit import l2_bound
 from commons.perf_model.partitioner.inputs import INT64_MAX, as_int64_workloads
@@ -175,7 +175,7 @@ def _allocate(
     _require_rows(len(array), min_groups, divisor)
     _require_room(array, capacity)
     order = np.argsort(-array, kind="stable")
-    problem = PackingProblem(array[order], capacity, min_groups, divisor, bool(equal_size))
+    problem = PackingProblem(array[order], capacity, min_groups, divisor, as_boolean(equal_size, "equal_size"))
     parts = fewest_groups(problem, algorithm)
     if parts is None:
         raise _no_groups(problem)

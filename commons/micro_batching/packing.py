@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from commons.checks import kind_of
+from commons.checks import as_boolean, kind_of
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.redistribute import Routes, carry_out
@@ -104,6 +104,7 @@ def pack_micro_batches(
         >>> [each["ids"].tolist() for each in micro_batches], micro_batches.num_tokens
         ([[0, 1], [2, 3]], [8, 8])
     """
+    joint = bool(joint) if isinstance(joint, np.bool_) else joint
     options: dict[str, Any] = {"joint": joint, "spec": type(spec).__name__, "trim": repr(trim)}
     # Not compared with `joint`, where a rank without rows passes None; the gather of the rows compares the others.
     options["workloads given"] = joint is not True and workloads is not None
@@ -211,8 +212,7 @@ class _Offer:
     @classmethod
     def alone(cls, batch: Any, spec: MicroBatchSpec, given: Mapping[str, Any], joint: Any, trim: Any) -> _Offer:
         _require_spec(spec)
-        if joint is not False:
-            raise ValueError(f"joint is {joint!r}; it is True or False: choose one")
+        as_boolean(joint, "joint")
         if trim is not None:
             raise ValueError(
                 "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "

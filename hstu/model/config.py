@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from commons.checks import require_at_least, require_one_of
+from commons.checks import require_at_least, require_one_of, take_python_scalars
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -45,6 +45,7 @@ class ExecutionConfig:
     compile: bool | None = False
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         require_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtype))
         require_one_of("kernel_backend", self.kernel_backend, get_args(KernelBackend))
 
@@ -88,6 +89,7 @@ class LayerOptions:
     time_buckets: int = 64  # number of buckets; with 64 and timestamps in seconds the last begins after five years
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         for name in ("hidden_size", "num_layers", "num_attention_heads", "kv_channels", "target_group_size"):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("time_buckets", self.time_buckets, 1)

@@ -2,12 +2,16 @@
 
 import ast
 import importlib.metadata
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import evenrank
+from hstu.model import HSTUConfig
 from tests.helpers.jobs.programs import run_program
 
 # What users call, by the headings of the design.
@@ -65,6 +69,58 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_the_version_is_that_of_the_package():
     assert evenrank.__version__ == importlib.metadata.version("evenrank")
+
+
+WORK = [5, 4, 3, 2, 1, 9]
+
+
+def _sampler(make, **options):
+    return json.dumps(make(WORK, num_ranks=1, rank=0, **options).identity())
+
+
+def _shuffler(**options):
+    shuffler = evenrank.HSTUBalancedBatchShuffler(4, 2, 2, **options)
+    return shuffler.task, shuffler.action_interleaved, shuffler.contextual_mask
+
+
+# By the boolean's name, functions and classes that take it.
+TAKING = {
+    "equal_size": [
+        lambda value: evenrank.karmarkar_karp(WORK, 2, value),
+        lambda value: evenrank.lower_bound(WORK, 2, value),
+        lambda value: evenrank.partition_grid(WORK, 2, 2, equal_size=value).loads.tolist(),
+        lambda value: evenrank.ffd_allocate(WORK, 20, equal_size=value),
+        lambda value: evenrank.redistribute_balanced(torch.arange(6), WORK, equal_size=value).batch.tolist(),
+        lambda value: evenrank.scatter_balanced(torch.arange(6), WORK, equal_size=value).batch.tolist(),
+        lambda value: evenrank.ShufflerOptions(equal_size=value),
+    ],
+    "pad": [lambda value: repr(evenrank.split_balanced(torch.arange(6), 4, WORK, pad=value))],
+    "joint": [
+        lambda value: evenrank.pack_micro_batches(torch.arange(6), evenrank.MicroBatchSpec(), WORK, joint=value).groups
+    ],
+    "shuffle": [
+        lambda value: _sampler(evenrank.BudgetBatchSampler, budget_per_rank=9, shuffle=value),
+        lambda value: evenrank.DatasetArgs("random", 9, shuffle=value),
+    ],
+    "drop_last": [lambda value: _sampler(evenrank.BalancedBatchSampler, batch_size=4, drop_last=value)],
+    "padded": [lambda value: _sampler(evenrank.BalancedBatchSampler, batch_size=4, padded=value)],
+    "causal": [lambda value: evenrank.HSTUAttentionTask(4, 2, 2, causal=value), lambda value: _shuffler(causal=value)],
+    "gated_ffn": [lambda value: evenrank.SelfAttentionTask(4, 2, 2, gated_ffn=value)],
+    "action_interleaved": [lambda value: _shuffler(action_interleaved=value)],
+    "contextual_mask": [lambda value: _shuffler(contextual_mask=value)],
+    "is_causal": [lambda value: HSTUConfig(8, 1, 2, 4, is_causal=value, max_sequence_length=9)],
+    "is_jagged": [lambda value: evenrank.FeatureConfig(["item"], [9], 9, value)],
+    "balance_sampler": [lambda value: evenrank.TrainerArgs(2, 2, balance_sampler=value).balancing],
+}
+
+
+@pytest.mark.parametrize(("name", "take"), [(name, take) for name, functions in TAKING.items() for take in functions])
+def test_a_boolean_may_be_numpys_and_is_no_text(name, take):
+    """A text such as "no" was taken as true."""
+    assert [take(np.bool_(value)) for value in (True, False)] == [take(True), take(False)]
+    for value in ("no", "False"):
+        with pytest.raises(ValueError, match=f"{name} is '{value}'; it is True or False: choose one"):
+            take(value)
 
 
 # Where the checkout is not installed, there is no metadata to read a version from.

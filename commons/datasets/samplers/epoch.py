@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 from torch.utils.data import Sampler
 
+from commons.checks import as_boolean
+
 T = TypeVar("T")
 
 
@@ -61,7 +63,7 @@ class EpochSampler(Sampler[T]):
         self.epoch = 0
         self.start = EPOCH_START
         self.yields_epochs = False
-        self._shuffle = shuffle
+        self._shuffle = as_boolean(shuffle, "shuffle")
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,7 +206,8 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=seed)
-        self._num_rows, self._batch_size, self._drop_last = num_rows, batch_size, drop_last
+        self._num_rows, self._batch_size = num_rows, batch_size
+        self._drop_last = as_boolean(drop_last, "drop_last")
         self._rank, self._world_size = rank, world_size
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from commons.checks import as_count
+from commons.checks import as_boolean, as_count
 from commons.datasets.samplers.epoch import EPOCH_START, EpochSampler, Place, require_not_dealt_again
 from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
@@ -71,7 +71,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         self._own_ranks = range(self._num_ranks) if self._rank is None else range(self._rank, self._rank + 1)
         tokens = None if tokens is None else as_int64_workloads(tokens, "tokens", self._num_rows)
         self._max_tokens = None if max_tokens is None else min(as_count(max_tokens, "max_tokens", 1), INT64_MAX)
-        self._drop_last, self._padded = bool(drop_last), bool(padded)
+        self._drop_last, self._padded = as_boolean(drop_last, "drop_last"), as_boolean(padded, "padded")
         self._groups = None if groups is None else as_groups(groups, self._num_rows)
         self._speeds = None if speeds is None else as_speeds(speeds, self._num_ranks, workloads[:0], "num_ranks")
         self._require_rows_below_cap(tokens)

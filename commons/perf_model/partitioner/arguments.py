@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.checks import as_count
+from commons.checks import as_boolean, as_count
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.core import METHODS, PlanArguments, address, make_plan
 from commons.perf_model.partitioner.inputs import INT64_MAX, as_groups, as_home, as_int64_workloads, as_slack, as_speeds
@@ -79,7 +79,8 @@ class CheckedArguments(PlanArguments):
         }
         super().__init__(
             *(None if array is None else address(array) for array in self.arrays.values()),
-            *(rows, k, METHODS.index(method), bool(equal_size), max_tokens is not None, max_tokens or 0),
+            *(rows, k, METHODS.index(method), as_boolean(equal_size, "equal_size")),
+            *(max_tokens is not None, max_tokens or 0),
             k if ranks_per_node is None else min(as_count(ranks_per_node, "ranks_per_node", 1), k),
             num_steps,
             as_count(seed, "seed", 0) % 2**64,

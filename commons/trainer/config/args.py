@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from commons.checks import require_at_least
+from commons.checks import require_at_least, take_python_scalars
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
@@ -172,6 +172,7 @@ class TrainerArgs:
     None: train_batch_size rows on every rank."""
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
             require_at_least(name, getattr(self, name), 1)
         for name in ("top_k_for_generation", "ckpt_keep"):
@@ -356,6 +357,7 @@ class DatasetArgs:
     """With dataset_name "parquet": the names of the columns of your files."""
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         if not self.dataset_name:
             raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known data set")
         for name, least in (("max_history_seqlen", 1), ("max_num_candidates", 0), ("num_workers", 0)):
