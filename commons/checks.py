@@ -71,6 +71,13 @@ def as_count(value: Any, name: str, least: int) -> int:
     return integer
 
 
+def require_unmasked(name: str, values: Any) -> None:
+    """Raise ValueError for an array of numpy.ma with a masked value, because np.asarray drops the mask."""
+    if np.ma.is_masked(values):
+        row = int(np.ma.getmaskarray(values).argmax())
+        raise ValueError(f"{name}[{row}] is masked; every row needs a value: fill the array, or leave the row out")
+
+
 def require_name(name: Any, what: str, example: str) -> None:
     """Raise TypeError or ValueError unless `name`, the name of a `what`, is a string that is not empty."""
     if not isinstance(name, str) or not name:

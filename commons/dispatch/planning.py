@@ -13,6 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from commons.checks import as_boolean
 from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
+from commons.perf_model.partitioner.inputs import as_array
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
 from commons.sequence_batch.rows import Rows
 
@@ -136,9 +137,9 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
     """Convert ids to int64 `(num_rows,)`; strings become 63 bits of their BLAKE2b digest.
 
     Raises:
-        ValueError: neither integers nor strings, None or NaN for a row, or not one per row.
+        ValueError: neither integers nor strings, None, NaN or a masked value for a row, or not one per row.
     """
-    ids = np.asarray(groups)
+    ids = as_array(groups, "groups")
     if ids.shape != (num_rows,) or (ids.dtype.kind not in "iuUSO" and num_rows):
         raise ValueError(
             f"groups have shape {ids.shape} and dtype {ids.dtype}, there are {num_rows} rows; an integer or a "

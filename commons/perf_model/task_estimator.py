@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 import torch
 
-from commons.checks import require_at_least, take_python_scalars
+from commons.checks import require_at_least, require_unmasked, take_python_scalars
 from commons.perf_model.attention_pairs import as_wide, attention_pairs, is_zero
 
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
@@ -327,6 +327,7 @@ def _as_int64(value: Any, name: str) -> Any:
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{name} has dtype {value.dtype}; lengths are integers: convert them")
         return value.to(torch.int64)
+    require_unmasked(name, value)
     array = np.asarray(value)
     if array.dtype == np.int64:
         return array

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from commons.checks import kind_of
+from commons.checks import kind_of, require_unmasked
 from commons.perf_model.partitioner import core
 
 INT64_MAX = 2**63 - 1
@@ -51,7 +51,7 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
 
 
 def _as_int64(values: Any, name: str, num_rows: int | None) -> np.ndarray:
-    array = _as_array(values, name)
+    array = as_array(values, name)
     if array.ndim == 0:
         what = repr(values) if values is None or np.isscalar(values) else kind_of(values)
         raise ValueError(f"{name} is {what}; one value per row is needed: pass a list, an array or a tensor")
@@ -79,17 +79,21 @@ def _as_int64(values: Any, name: str, num_rows: int | None) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _as_array(values: Any, name: str) -> np.ndarray:
+def as_array(values: Any, name: str) -> np.ndarray:
+    """Values from a user, an entry per row, as an array; ValueError for what numpy cannot read, and masked values."""
+    require_unmasked(name, values)
     device = getattr(values, "device", None)
     if getattr(device, "type", "cpu") != "cpu":
         raise ValueError(f"{name} is on {device}; the planner works on the CPU: pass {name}.cpu()")
+    if getattr(values, "is_nested", False):
+        raise ValueError(f"{name} is a nested tensor; one value per row is needed: pass a list, an array or a tensor")
     if hasattr(values, "detach"):
         values = values.detach()
         if values.is_floating_point():
             values = values.double()  # numpy has no bfloat16
     try:
         return np.asarray(values)
-    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # RuntimeError: a nested tensor
+    except (ValueError, OverflowError, TypeError, RuntimeError) as error:  # RuntimeError: a tensor of a subclass
         raise ValueError(
             f"{name} is not a one-dimensional list of integers ({error}); pass one integer per row"
         ) from error
@@ -137,7 +141,7 @@ def as_groups(groups: Any, num_rows: int) -> np.ndarray:
     Raises:
         ValueError: not one-dimensional, the wrong length, or a value that is not a 64-bit integer.
     """
-    array = _as_array(groups, "groups")
+    array = as_array(groups, "groups")
     if array.ndim != 1 or len(array) != num_rows:
         raise ValueError(
             f"groups has shape {array.shape}, there are {num_rows} rows; each has the number of its group: pass "
@@ -161,7 +165,7 @@ def as_speeds(speeds: Any, number: int, workloads: np.ndarray, parts_name: str) 
         ValueError: the wrong length, a value that is not a positive integer below 2^31, or workloads whose time on the
             slowest partition needs more than 61 bits.
     """
-    array = _as_array(speeds, "speeds")
+    array = as_array(speeds, "speeds")
     if array.shape != (number,):
         raise ValueError(
             f"speeds has shape {array.shape}, {parts_name} is {number}; each has one speed: pass {number} positive "

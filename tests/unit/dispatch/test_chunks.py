@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nested import nested_tensor
 
 from commons.dispatch import redistribute_balanced, scatter_balanced, split_balanced
 from commons.dispatch.planning import as_int64_ids, plan_redistribution
@@ -104,6 +105,9 @@ def test_padding_that_a_batch_states():
         (dense([1, 2]), 2, [1], {}, "workloads has 1 entries, there are 2 rows"),
         (dense([1, 2]), 2, [1, 2], {"groups": [1]}, r"groups have shape \(1,\) .* there are 2 rows"),
         (dense([1, 2]), 2, [1, 2], {"groups": [0.5, 1.5]}, "dtype float64"),
+        (dense([1, 2]), 2, [1, 2], {"groups": nested_tensor([torch.ones(1), torch.ones(2)])}, "groups is a nested"),
+        (dense([1, 2]), 2, [1, 2], {"groups": torch.ones(2, device="meta")}, r"groups is on meta; .* groups.cpu\(\)"),
+        (dense([1, 2]), 2, [1, 2], {"groups": np.ma.masked_equal(["a", "b"], "b")}, r"groups\[1\] is masked; every"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", None]}, r"groups\[1\] is None; .*: give each its own id"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", float("nan")]}, r"groups\[1\] is nan; .*: give each its own id"),
         (dense([1, 2]), 2, [1, 2], {"groups": [NotAvailable(), "a"]}, r"groups\[0\] is <NA>; .*: give each its own id"),

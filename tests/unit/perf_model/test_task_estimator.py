@@ -104,6 +104,7 @@ def test_dimensions_may_be_numpys(number):
         ((torch.tensor([1.0], dtype=torch.bfloat16),), "seqlen has dtype torch.bfloat16"),
         ((torch.tensor([True]),), "seqlen has dtype torch.bool"),
         ((True,), "seqlen has dtype bool"),
+        ((np.ma.array([5, 4], mask=[False, True]),), r"seqlen\[1\] is masked; every row needs a value"),
         ((torch.nested.nested_tensor([torch.arange(3)], layout=torch.jagged),), "seqlen is a nested tensor"),
         (([2**31],), r"2\*\*63"),
     ],

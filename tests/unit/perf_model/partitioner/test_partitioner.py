@@ -100,6 +100,7 @@ def test_a_cap_that_only_the_way_back_home_keeps_is_no_error():
         np.array([3.0, 1.0, 2.0], np.float16),
         np.array([9, 3, 9, 1, 9, 2])[1::2],
         np.array([3, 1.0, 2], dtype=object),
+        np.ma.array([3, 1, 2]),
         torch.tensor([3, 1, 2]),
         torch.tensor([3, 1, 2], dtype=torch.int32),
         torch.tensor([3, 1, 2], dtype=torch.uint8),
@@ -142,7 +143,11 @@ def test_values_up_to_the_limit_are_exact():
         ({0: 1}, "workloads is a dict; one value per row"),
         (torch.tensor(7), "workloads is a Tensor; one value per row"),
         ([[1, 2], [3]], r"workloads is not a one-dimensional list of integers"),
-        (torch.nested.nested_tensor([torch.arange(3)], layout=torch.jagged), "workloads is not a one-dimensional list"),
+        *(
+            (torch.nested.nested_tensor([torch.arange(3)], layout=kind), "workloads is a nested tensor")
+            for kind in (torch.strided, torch.jagged)
+        ),
+        (np.ma.array([3, 7], mask=[False, True]), r"workloads\[1\] is masked; every row needs a value: fill the array"),
         (["a", "b"], r"workloads has dtype <U1; values must be non-negative integers: convert"),
         ([None, 1], r"workloads\[0\] is None; values must be non-negative integers"),
         (torch.tensor([0.5]), r"workloads\[0\] is 0.5; values must be non-negative integers"),
@@ -162,6 +167,8 @@ def test_bad_workloads(function, values, message):
     ("keywords", "message"),
     [
         ({"k_partitions": 0}, "k_partitions is 0; it must be an integer of at least 1"),
+        ({"tokens": np.ma.masked_greater([1, 2, 9], 8)}, r"tokens\[2\] is masked; every row needs a value: fill"),
+        ({"groups": np.ma.masked_greater([1, 9, 9], 8)}, r"groups\[1\] is masked; every row needs a value: fill"),
         ({"method": "greedy"}, "method is 'greedy'; it must be one of karmarkar_karp, lpt, refined, snake"),
         ({"tokens": [1, 2]}, "tokens has 2 entries, there are 3 rows; one per row is needed"),
         ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),
