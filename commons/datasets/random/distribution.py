@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from commons.checks import as_count
+
 # Data sets without a file, whose size is `num_batches`.
 RANDOM_DATASETS = ("random", "sid-random")
 
@@ -60,12 +62,8 @@ class RandomDistribution:
             raise ValueError(
                 f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_NEEDS)}: choose one of them"
             )
-        for name, bound in (("low", self.low), ("high", self.high)):
-            if isinstance(bound, bool):
-                raise ValueError(f"{name} is {bound}; it is an integer of at least 0: correct it")
-        if self.low < 0:
-            raise ValueError(f"low is {self.low}; lengths are not negative: set low to 0 or more")
-        if self.high is not None and self.high < self.low:
+        as_count(self.low, "low", 0)
+        if self.high is not None and as_count(self.high, "high", 0) < self.low:
             raise ValueError(f"high is {self.high}, low is {self.low}; high must not be lower: raise high or lower low")
         for name in _NEEDS[self.dist_type]:
             value = getattr(self, name)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 from torch.utils.data import Sampler
 
-from commons.checks import as_boolean
+from commons.checks import as_boolean, as_count
 
 T = TypeVar("T")
 
@@ -67,10 +67,8 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which begins at its first row; ValueError for a negative epoch."""
-        if epoch < 0:
-            raise ValueError(f"epoch is {epoch}; epochs are counted from 0: give 0 or more")
-        self.epoch = epoch
+        """Set the epoch of the next iteration, which begins at its first row; ValueError for no integer, or below 0."""
+        self.epoch = as_count(epoch, "epoch", 0)
         self.start = EPOCH_START
 
     def start_at(self, row: int, steps: int = 0) -> None:
@@ -81,12 +79,11 @@ class EpochSampler(Sampler[T]):
             steps: number of steps of this window to skip too.
 
         Raises:
-            ValueError: a negative row, or not fewer steps than the window has.
+            ValueError: no integer from 0 on, or not fewer steps than the window has.
 
         """
-        if row < 0:
-            raise ValueError(f"row is {row}; rows are counted from 0: give 0 or more")
-        if not 0 <= steps < self.window:
+        row, steps = as_count(row, "row", 0), as_count(steps, "steps", 0)
+        if steps >= self.window:
             raise ValueError(
                 f"steps is {steps}, the window of this {type(self).__name__} is {self.window}; a place is after 0 to "
                 f"{self.window - 1} steps of a window: give the window's first row and fewer steps"

@@ -161,10 +161,13 @@ def test_another_planner_matters_only_within_a_window(generated):
 
 def test_places_before_the_first_are_refused(generated):
     sampler = make(generated).sampler
-    with pytest.raises(ValueError, match="epoch is -1"):
-        sampler.set_epoch(-1)
-    with pytest.raises(ValueError, match="row is -3"):
-        sampler.start_at(-3)
+    for value in (-1, 1.5, "1", None, True):
+        with pytest.raises(ValueError, match=f"epoch is {value!r}; it must be an integer of at least 0"):
+            sampler.set_epoch(value)
+        with pytest.raises(ValueError, match=f"row is {value!r}; it must be an integer of at least 0"):
+            sampler.start_at(value)
+    sampler.set_epoch(np.int64(3))
+    assert type(sampler.epoch) is int and sampler.epoch == 3
 
 
 def test_more_ranks_and_workers_than_rows(generated):

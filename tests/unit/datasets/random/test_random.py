@@ -92,7 +92,9 @@ class TestLengthDistribution:
             (LengthDistribution, {"alpha": 1.2}, "alpha is 1.2 and dist_type is 'lognormal', .*: remove it"),
             (LengthDistribution, {"dist_type": "zipf", "alpha": 1.2, "mean": 3.0}, "mean is 3.0 and dist_type is"),
             (LengthDistribution, {"low": 5, "high": 3}, "high is 3, low is 5"),
-            (LengthDistribution, {"low": True}, "low is True; it is an integer"),
+            (LengthDistribution, {"low": True}, "low is True; it must be an integer of at least 0"),
+            (LengthDistribution, {"low": 1.5}, "low is 1.5; it must be an integer of at least 0"),
+            (RandomDistribution, {"dist_type": "uniform", "high": 2.5}, "high is 2.5; it must be an integer"),
             (LengthDistribution, {"mean": -0.5}, "^mean is -0.5"),
         ],
     )
