@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Iterable
 from dataclasses import fields
@@ -100,10 +101,12 @@ def require_file(path: Path, rule: str) -> None:
 
 
 def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise ValueError unless `value` is one of the strings `choices`."""
+    """Raise ValueError, with the most similar name, unless `value` is one of the strings `choices`."""
     known = list(choices)
     if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: choose one")
+        close = difflib.get_close_matches(str(value), known, n=1)
+        remedy = f"write {close[0]!r}" if close else "choose one"
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: {remedy}")
 
 
 def kind_of(value: Any) -> str:

@@ -258,6 +258,9 @@ def test_no_number_is_absurd(tmp_path, config_class):
             ["--trainer.train-batch-sise", "4"],
             "^Unrecognized options: --trainer.train-batch-sise.*perhaps you meant --trainer.train-batch-size",
         ),
+        (["--dataset.dataset-name", "ml1m"], "^dataset_name is 'ml1m'; .* 'random', 'ml-1m', .*: write 'ml-1m'$"),
+        (["--dataset.dataset-name", "clicks"], "^dataset_name is 'clicks'; it must be one of .*: choose one$"),
+        (["--dataset.dataset-name", "sid-ml-1m"], "^dataset_name is 'sid-ml-1m', whose items are semantic IDs; HSTU"),
         (["--config"], "--config is without a value"),
         (
             ["--trainer.dropout=1", "--dense-lr", "1"],
