@@ -172,14 +172,19 @@ def _without_breaks(boxes: str) -> str:
     return output.getvalue().removesuffix("\n")
 
 
-def without_boolean_values(config_class: Any, argv: Sequence[str], *, has_defaults: bool = False) -> list[str]:
+def without_boolean_values(
+    config_class: Any, argv: Sequence[str], *, has_defaults: bool = False, has_words: bool = True
+) -> list[str]:
     """Replace each boolean flag and its value, True or False, with the flag of the pair that means it.
+
+    ValueError for another value.
 
     Args:
         config_class: the dataclass that the arguments are parsed into.
         argv: arguments without the name of the program.
         has_defaults: whether a config file gives every field a default; the parser requires a value for a boolean field
             without a default, so the flag of such a field is not replaced.
+        has_words: whether a word after a boolean flag may be another argument, such as a file, instead of its value.
 
     >>> @dataclasses.dataclass
     ... class Inner:
@@ -198,6 +203,8 @@ def without_boolean_values(config_class: Any, argv: Sequence[str], *, has_defaul
         if off is not None and not equals and arguments:
             value = arguments[0]
         given = _VALUES.get(value.lower())
+        if off is not None and given is None and (equals or not (has_words or value.startswith("-") or not value)):
+            raise ValueError(f"{name} is {value!r}; a boolean flag takes True, False or no value: write one")
         if off is None or given is None:
             written.append(argument)
             continue

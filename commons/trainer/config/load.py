@@ -167,7 +167,7 @@ def _parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[s
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
-    arguments = without_boolean_values(config_class, flags, has_defaults="default" in options)
+    arguments = without_boolean_values(config_class, flags, has_defaults="default" in options, has_words=False)
     try:
         parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
     except ValueError as error:
