@@ -37,7 +37,14 @@ from commons.trainer.checkpoint.folder import (
     warn_of_damage,
 )
 from commons.trainer.checkpoint.random_state import set_random_state
-from commons.trainer.checkpoint.state import first_not_finite, load_state, read_entries, state_to_save, write_state
+from commons.trainer.checkpoint.state import (
+    first_not_finite,
+    load_state,
+    misfit_of,
+    read_entries,
+    state_to_save,
+    write_state,
+)
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.ranks.collectives import first_text, gather_values, on_all_ranks, on_rank_0
 from commons.trainer.recipe import Recipe
@@ -198,7 +205,7 @@ class Checkpointer:
                 return None
             chosen, state = Path(found["path"]), found["state"]
             try:
-                self._load_from(chosen, state["digests"])
+                misfit = self._load_from(chosen, state["digests"])
                 break
             except ValueError as problem:
                 if chosen == path:
@@ -206,14 +213,19 @@ class Checkpointer:
                 if dist.get_rank() == 0:
                     self._damaged.append(chosen)
                     warn_of_damage(problem)
+        if misfit:  # the checkpoints before it would not fit either
+            raise ValueError(misfit)
         self._loaded_from = chosen
         if self._loss_scaler is not None and state["loss_scaler"]:
             self._loss_scaler.load_state_dict(state["loss_scaler"])
         self._shuffler.load_state_dict(state["shuffler"])
         return TrainProgress(**state["progress"])
 
-    def _load_from(self, path: Path, digests: Mapping[str, str]) -> None:
-        """Load a checkpoint; ValueError on all ranks if it is damaged or cannot be read."""
+    def _load_from(self, path: Path, digests: Mapping[str, str]) -> str:
+        """Load a checkpoint, or return why it does not fit the model; ValueError if it is damaged or cannot be read.
+
+        Result and error are equal on all ranks.
+        """
 
         def read() -> dict[str, Any]:
             for name, digest in self._digests_of(path, digests).items():
@@ -222,7 +234,10 @@ class Checkpointer:
             return read_entries(path)
 
         saved = on_all_ranks(read, self._device)
+        if misfit := first_text(misfit_of(path, saved, self._model), self._device)[1]:
+            return misfit
         set_random_state(on_all_ranks(lambda: load_state(path, saved, self._model, self._optimizer), self._device))
+        return ""
 
     def _choose(self, path: Path, may_be_empty: bool) -> dict[str, Any] | None:
         """The checkpoint to load and the content of its state file; None for an empty folder with `may_be_empty`."""

@@ -65,27 +65,35 @@ def read_entries(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read (.metadata: {error}): load another checkpoint") from None
 
 
+def misfit_of(path: Path, saved: dict[str, Any], model: nn.Module) -> str:
+    """Why a checkpoint, of which `saved` is the result of `read_entries`, does not fit the model; "" if it fits."""
+    state = _in_place(model.state_dict(), _tables_optimizer_state(model))
+    missing = sorted(name for name in state if name not in saved)
+    found = f"lacks {missing[0]} (and {len(missing) - 1} more)" if missing else ""
+    for name in () if missing else state:
+        size = getattr(saved[name], "size", None)  # None: no tensor
+        if size is not None and size != state[name].size():
+            found = found or f"has {name} of shape {tuple(size)}, this model has {tuple(state[name].size())}"
+    remedy = "a checkpoint fits only the model that wrote it: use that model, or another checkpoint"
+    return f"{path} {found}; {remedy}" if found else ""
+
+
 def load_state(
     path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     """Load the entries of `state_to_save` in place; called on all ranks together.
 
-    `saved` is the result of `read_entries`. If reading fails midway, the model is left with a part of the values.
+    `saved` is the result of `read_entries` and fits the model (`misfit_of`). If reading fails midway, the model has
+    only a part of the values.
 
     Returns:
         The random states that the same rank saved, by generator; empty if the saved run had fewer ranks.
 
     Raises:
-        ValueError: the checkpoint lacks an entry of the model, or cannot be read.
+        ValueError: the checkpoint cannot be read.
     """
     model_state, tables = model.state_dict(), _tables_optimizer_state(model)
     state = _in_place(model_state, tables)
-    missing = sorted(name for name in state if name not in saved)
-    if missing:
-        raise ValueError(
-            f"{path} lacks {missing[0]} (and {len(missing) - 1} more); a checkpoint fits only the model that wrote it: "
-            "use that model, or another checkpoint"
-        )
     names = _dense_names(model, optimizer)
     # A tensor-parallel rank loads only its own layers; the checkpoint also has the layers of its peers.
     dense = {
