@@ -62,8 +62,8 @@ def balanced(
     missing = [name for name in _HOOKS if not hasattr(trainer, name)]
     if missing:
         raise TypeError(
-            f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which balancing needs: install "
-            "4.48 or newer"
+            f"transformers {transformers.__version__} has no Trainer.{missing[0]}, which balancing needs: "
+            "install a newer one, as pip install 'evenrank[transformers]' does"
         )
     if not (cost is None or callable(cost)):
         raise TypeError(f"cost is {kind_of(cost)}; it must be a function from lengths to workloads: pass one")

@@ -245,7 +245,7 @@ def test_a_data_set_is_read_by_its_length(trainers, tmp_path):
 
 def test_bad_input_ends_before_the_first_step(of_ranks):
     expected = [
-        "has no Trainer.compute_loss_func, which balancing needs: install 4.48 or newer",
+        "has no Trainer.compute_loss_func, which balancing needs: install a newer one, as pip install",
         "TypeError: train_dataset is a Stream without a length; balancing needs the lengths",
         "ValueError: rows of train_dataset have no field 'input_ids' to count tokens in",
         "tokens, its length is given as",
