@@ -14,6 +14,7 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.pipeline.factory import TrainPipelineFactory
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.checkpoint.random_state import kept_random_state
+from commons.trainer.checkpoint.state import kept_table_steps
 from commons.trainer.observe.meter import StepSums
 from commons.trainer.ranks.stop import StopSignal
 
@@ -59,7 +60,7 @@ class Evaluation:
         )
 
     def run(self, stop: StopSignal | None = None) -> dict[str, Any]:
-        """Evaluate the model; leaves it in evaluation mode and restores the random states.
+        """Evaluate the model; leaves it in evaluation mode, restores the random states and the tables' step counts.
 
         No other pipeline may be attached to the model. `stop` ends the evaluation early, on all ranks after the same
         batch; the results are then of the rows until that batch.
@@ -79,7 +80,7 @@ class Evaluation:
                 yield batch
 
         self._model.eval()
-        with torch.no_grad(), kept_random_state():  # evaluations do not change the random numbers of training
+        with torch.no_grad(), kept_random_state(), kept_table_steps(self._model):  # as training left them
             source = counted()
             while True:
                 try:

@@ -6,8 +6,10 @@ with another sharding. Dense values are equal on all ranks and saved once. Rando
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,25 @@ _TABLES_STEP = "tables_optimizer_step"
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The entries of this rank: model, optimizers, random states."""
     state = _in_place(model.state_dict(), _tables_optimizer_state(model))
-    if steps := _steps_of_tables(getattr(model, "fused_optimizer", None)):
-        state[_TABLES_STEP] = torch.stack(steps).max()  # all tables are looked up equally often
+    if tables := _fused_tables(getattr(model, "fused_optimizer", None)):
+        state[_TABLES_STEP] = torch.stack([each.iter for each in tables]).max()  # all are looked up equally often
     for name, parameter in _dense_names(model, optimizer).items():
         slots = optimizer.state.get(parameter, {})
         state |= {f"{_DENSE}{name}/{slot}": torch.as_tensor(value) for slot, value in slots.items()}
     return state | _own_random_state()
+
+
+@contextlib.contextmanager
+def kept_table_steps(model: nn.Module) -> Iterator[None]:
+    """A context that restores the step counts of the tables' optimizers: fbgemm counts every lookup as a step."""
+    tables = _fused_tables(getattr(model, "fused_optimizer", None))
+    counts = [(each, name) for each in tables for name in ("iter", "iter_cpu") if hasattr(each, name)]
+    before = [getattr(each, name).clone() for each, name in counts]
+    try:
+        yield
+    finally:
+        for (each, name), count in zip(counts, before):
+            getattr(each, name).copy_(count)
 
 
 def first_not_finite(state: dict[str, Any], model: nn.Module) -> str:
@@ -155,13 +170,14 @@ def _tables_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {} if fused is None else fused.state_dict()["state"]
 
 
-def _steps_of_tables(optimizer: Any) -> list[torch.Tensor]:
-    """Step counts of the optimizers that update tables in the backward pass, int64 `(1,)` each.
+def _fused_tables(optimizer: Any) -> list[Any]:
+    """The modules of fbgemm with the tables that are updated in the backward pass.
 
-    Adam corrects its running means by them. TorchRec can set them, but its state of these optimizers lacks them.
+    They count the steps, int64 `(1,)`: `iter` for checkpoints and, on the host, `iter_cpu` for the next update. Adam
+    corrects its running means by the count. TorchRec can set it, but its state of these optimizers lacks it.
     """
-    own = [optimizer._emb_module.iter] if hasattr(optimizer, "_emb_module") else []
-    return own + [step for _, part in getattr(optimizer, "optimizers", ()) for step in _steps_of_tables(part)]
+    own = [optimizer._emb_module] if hasattr(optimizer, "_emb_module") else []
+    return own + [tables for _, part in getattr(optimizer, "optimizers", ()) for tables in _fused_tables(part)]
 
 
 def _dense_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

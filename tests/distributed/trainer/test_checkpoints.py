@@ -23,7 +23,7 @@ from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint import folder
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.checkpoint.folder import list_checkpoints
-from commons.trainer.checkpoint.state import _steps_of_tables
+from commons.trainer.checkpoint.state import _fused_tables
 from commons.trainer.config.args import OptimizationArgs
 from commons.trainer.run import run_training
 from commons.trainer.sharding import dense_parameters
@@ -112,6 +112,8 @@ def train(
 
 def run(*args, **kwargs):
     steps, recipe = train(*args, **kwargs)
+    tables = _fused_tables(recipe.model.fused_optimizer)  # evaluations are no steps of theirs
+    assert {int(count) for each in tables for count in (each.iter, each.iter_cpu)} <= {0, steps}
     return steps, [row.tolist() for row in weights_of(recipe.model).values()]
 
 
@@ -342,7 +344,7 @@ def test_the_step_of_the_tables_optimizers_is_kept(tmp_path):
     checkpoints.save(TrainProgress(1))
     checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_load_dir=str(tmp_path))
     checkpoints.resume()
-    assert set(of_all(map(int, _steps_of_tables(model.fused_optimizer)))) == {7}
+    assert set(of_all(int(tables.iter) for tables in _fused_tables(model.fused_optimizer))) == {7}
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(two_ranks, data, tmp_path, saved):
