@@ -28,17 +28,21 @@ def write_summary(path: Path, summary: Mapping[str, Any], *, trained: bool) -> N
     write_whole(path, json.dumps({**content, **summary}, indent=2) + "\n")
 
 
-def keep_lines_until(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove lines of later steps and an incomplete last line from a log; returns the records that are kept."""
+def keep_lines_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+    """Remove lines of later steps and an incomplete last line from a log.
+
+    Returns the records that are kept, and the number of lines that are removed.
+    """
     kept, records = [], []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)
             if record["step"] <= last_step:
                 kept.append(line + "\n")
                 records.append(record)
     write_whole(path, "".join(kept))
-    return records
+    return records, len(lines) - len(kept)
 
 
 def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:

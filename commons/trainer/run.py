@@ -23,7 +23,7 @@ from commons.run_log.files import (
     TRACKERS_FILE,
     write_whole,
 )
-from commons.trainer.checkpoint.folder import holds_checkpoint
+from commons.trainer.checkpoint.folder import folder_of, holds_checkpoint
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.load import load_config, make_config
 from commons.trainer.folder_lock import lock_folder, unlock_folder
@@ -197,25 +197,29 @@ def _claim_folder(config: Any) -> None:
     if not holds_run:
         replace_run(config)
     elif not (args.overwrite or _continues_run(folder, args)):
-        empty = f", and ckpt_load_dir {args.ckpt_load_dir} has no checkpoint" if args.ckpt_load_dir else ""
+        load, why = args.ckpt_load_dir, ""
+        if load:
+            problem = "is not the ckpt_save_dir in its config.json" if holds_checkpoint(load) else "has no checkpoint"
+            why = f", and ckpt_load_dir {load} {problem}"
         raise ValueError(
-            f"run_dir {args.run_dir} already contains a run{empty}; a folder may contain only one run: give another "
+            f"run_dir {args.run_dir} already contains a run{why}; a folder may contain only one run: give another "
             "--trainer.run-dir, remove the old run with --trainer.overwrite, or continue it from its checkpoints with "
             "--trainer.ckpt-load-dir"
         )
 
 
 def _continues_run(folder: Path, args: TrainerArgs) -> bool:
-    """Whether a run with these settings continues the run in the folder."""
-    if not args.ckpt_load_dir or holds_checkpoint(args.ckpt_load_dir):
-        return bool(args.ckpt_load_dir)
-    # A run that ended before its first checkpoint starts again when its command is repeated.
+    """Whether a run with these settings continues the run in the folder, or starts it again."""
     try:
         before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]
-        same_folder = Path(before["ckpt_save_dir"]).resolve() == Path(args.ckpt_save_dir).resolve()
-        return same_folder and before["ckpt_save_interval"] > 0  # one that saves none does not start again
+        saved = {folder_of(before["ckpt_save_dir"])} if before["ckpt_save_interval"] > 0 else set()
+        loaded = {folder_of(before["ckpt_load_dir"])} if before["ckpt_load_dir"] else set()
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    if args.ckpt_load_dir and holds_checkpoint(args.ckpt_load_dir):
+        return folder_of(args.ckpt_load_dir) in saved | loaded
+    # A run that ended before its first checkpoint starts again when its command is repeated.
+    return bool(args.ckpt_load_dir) and folder_of(args.ckpt_save_dir) in saved
 
 
 def _remove(folder: Path, *patterns: str) -> None:

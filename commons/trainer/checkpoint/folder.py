@@ -36,6 +36,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"{_PREFIX}{step:08d}"
 
 
+def folder_of(path: str | Path) -> Path:
+    """The folder of checkpoints that a path is, or in which it is a checkpoint; absolute."""
+    found = Path(path).resolve()
+    return found.parent if found.name.startswith(_PREFIX) else found
+
+
 def holds_checkpoint(path: str | Path) -> bool:
     """Whether a path is a checkpoint, or a folder with a complete checkpoint."""
     return (Path(path) / STATE_FILE).is_file() or bool(list_checkpoints(path))

@@ -89,7 +89,10 @@ class TrainLog:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             path = self.run_dir / LOG_FILE
             if first_step and path.exists():
-                self.evaluated = evaluation_in(keep_lines_until(path, first_step), first_step)
+                records, num_removed = keep_lines_until(path, first_step)
+                self.evaluated = evaluation_in(records, first_step)
+                if num_removed:
+                    self.print_line(f"lines of {path} after step {first_step} are removed ({num_removed})")
             self._lines = JsonLines(path, append=first_step > 0)
             self._sinks = open_sinks(args, first_step)
         self._has_failed = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import shutil
@@ -42,6 +44,13 @@ def command(*flags):
     except ValueError as error:
         return str(error)
     return run_training(HSTURecipe(config, CPU)).to_dict()
+
+
+def printed(*flags):
+    """What a run prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        command(*flags)
+    return said.getvalue()
 
 
 def steps_of(folder, name):
@@ -126,13 +135,19 @@ def test_a_run_that_does_not_start_leaves_the_old_run(two_ranks, tmp_path):
 
 
 def test_a_run_that_saves_no_checkpoints_is_not_replaced(two_ranks, tmp_path):
-    """By a command that saves to its ckpt_save_dir, which has a default, and loads from there."""
+    """By a command that saves to its ckpt_save_dir, which has a default, and loads from there.
+
+    Nor is its log cut by one that continues from the checkpoints of another run.
+    """
     folder, checkpoints = tmp_path / "run", str(tmp_path / "checkpoints")
     flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-dir", checkpoints, "--trainer.max-train-iters", "1"]
     two_ranks.run(command, *flags)
     before = files_of(folder)
     said = two_ranks.run(command, *flags, "--trainer.ckpt-save-interval", "2", "--trainer.ckpt-load-dir", checkpoints)
     assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {checkpoints} has no checkpo" in said[0]
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    said = two_ranks.run(command, *flags, "--trainer.ckpt-load-dir", checkpoints)
+    assert said[0] == said[1] and f"ckpt_load_dir {checkpoints} is not the ckpt_save_dir in its config" in said[0]
     assert files_of(folder) == before
 
 
@@ -281,6 +296,12 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     assert (folder / "log.jsonl").read_bytes() == log and steps_of(folder, "eval_loss") == [2, 3, 4, 6]
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert again["metrics"] == summary["metrics"] and "loss" not in again and math.isfinite(summary["loss"])
+    # From an earlier checkpoint, by its own path, with a line about what that removes from the log.
+    shutil.rmtree(checkpoints / "step_00000006")
+    said = two_ranks.run(printed, *flags[:-1], str(checkpoints / "step_00000004"), "--trainer.max-train-iters", "5")[0]
+    assert f"lines of {folder / 'log.jsonl'} after step 4 are removed (3)\n" in said
+    log = (folder / "log.jsonl").read_bytes()
+    assert steps_of(folder, "loss") == [1, 2, 3, 4, 5] and steps_of(folder, "eval_loss") == [2, 3, 4, 5]
     # The folder of another run, and no checkpoint of that to go on from.
     empty = str(tmp_path / "empty")
     said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
