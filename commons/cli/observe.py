@@ -36,13 +36,16 @@ from commons.whole_folder import whole_file
 
 # Seconds that rank 0 waits for the files of the other ranks.
 _PATIENCE = 60.0
+# Most steps that are recorded, the first ones, so that a long run needs no more memory.
+_MOST_STEPS = 10_000
 
 
 @dataclass
 class Observe:
     """Run a training script unchanged, and report the time lost to uneven ranks and what balancing would gain.
 
-    Rows, lengths and step times are recorded in TorchRec's pipelines, without communication or changes to batches.
+    Rows, lengths and times of the first 10,000 steps are recorded in TorchRec's pipelines, without communication or
+    changes to batches.
 
     For example:
       torchrun --nproc-per-node 8 -m evenrank.observe train.py --epochs 1
@@ -114,7 +117,7 @@ def _observe(options: Observe, script: list[str]) -> int:
         (here / options.folder / f"rank{rank}.npz").unlink(missing_ok=True)
 
     find_rank()
-    recorder = Recorder(begin=find_rank)
+    recorder = Recorder(find_rank, _MOST_STEPS)
     recorder.install()
     status: Any = 0
     try:
@@ -161,11 +164,12 @@ def _report(options: Observe, patience: float) -> int:
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed; balancing needs several ranks: start the script with torchrun")
         cost, note = step_cost(rows, seconds)
+        batch_size = len(rows.tokens) // (rows.num_steps * rows.num_ranks)
         source = Source(
             name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
             load=lambda num_ranks, steps: rows.first_steps(steps),
-            num_rows=len(rows.tokens),
-            batch_size=max(1, len(rows.tokens) // (rows.num_steps * rows.num_ranks)),
+            num_rows=len(rows.tokens) if batch_size else None,  # None: all steps, though a rank has no row in some
+            batch_size=max(1, batch_size),
             tokens=rows.tokens,
             costs=rows.workloads,
             model=options.of_cost.model(),
@@ -174,8 +178,10 @@ def _report(options: Observe, patience: float) -> int:
             cost=cost,
         )
         simulation = simulate(source, [rows.num_ranks], options.window, rows.num_steps)
-        lost = [] if cost is None else [_lost(rows, seconds, cost)]
-        options.of_output.give(answer_of(replace(simulation, notes=(note, *lost))))
+        notes = [note] if cost is None else [note, _lost(rows, seconds, cost)]
+        if rows.num_steps >= _MOST_STEPS:
+            notes.append(f"Only the first {_MOST_STEPS:,} steps of a run are recorded.")
+        options.of_output.give(answer_of(replace(simulation, notes=tuple(notes))))
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2

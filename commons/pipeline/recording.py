@@ -7,6 +7,7 @@ it; batches are trained in the order in which they are read. There is no communi
 from __future__ import annotations
 
 import functools
+import math
 import time
 import weakref
 from collections import deque
@@ -41,7 +42,7 @@ class _Flight:
 
 
 class Recorder:
-    """The training steps of this rank.
+    """The training steps of this rank, from the first to at most `most_steps`.
 
     Attributes:
         lengths: for each step, the tokens of its rows, int64 `(rows,)`.
@@ -51,10 +52,11 @@ class Recorder:
 
     Args:
         begin: called after the first step.
+        most_steps: limits the memory.
     """
 
-    def __init__(self, begin: Callable[[], Any] = lambda: None) -> None:
-        self._begin = begin
+    def __init__(self, begin: Callable[[], Any] = lambda: None, most_steps: float = math.inf) -> None:
+        self._begin, self._most_steps = begin, most_steps
         self.has_begun = False
         self.lengths: list[np.ndarray] = []
         self.seconds: list[float] = []
@@ -158,9 +160,9 @@ class Recorder:
             self._begin()
         if lengths is None:
             self.unknown += 1
-            return
-        self.lengths.append(lengths)
-        self.seconds.append(float("nan") if began is None else now - began)
+        elif len(self.lengths) < self._most_steps:
+            self.lengths.append(lengths)
+            self.seconds.append(float("nan") if began is None else now - began)
 
 
 def _lengths_of(batch: Any) -> np.ndarray | None:

@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.train_pipeline.train_pipelines import PipelineStage, StagedTrainPipeline
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from commons.cli import observe
 from commons.cli.observe import main, step_cost
 from commons.perf_model.gain import LoadedRows
 from commons.pipeline import recording
@@ -163,6 +164,7 @@ def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, trains
     A `progress` that calls another one twice trains two batches.
     """
     monkeypatch.setattr(Recorder, "install", INSTALL)
+    monkeypatch.setattr(observe, "_MOST_STEPS", 4)  # of 5
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in started.items():
@@ -177,8 +179,8 @@ def test_pipelines_of_the_script_are_recorded_under_any_launcher(started, trains
         if dist.is_initialized():  # as in a script that ends without a step
             dist.destroy_process_group()
     with np.load(tmp_path / "observed" / "rank1.npz") as record:
-        assert record["rows"].tolist() == [1] * 5 * trains and record["world_size"] == 2
-        assert record["lengths"].tolist() == [3, 5, 6, 7, 8][: 5 * trains]
+        assert record["rows"].tolist() == [1] * 4 * trains and record["world_size"] == 2
+        assert record["lengths"].tolist() == [3, 5, 6, 7][: 4 * trains]
     assert len([*(tmp_path / "observed").iterdir()]) == 1
 
 
@@ -225,14 +227,29 @@ def test_a_batch_may_contain_an_object_that_refers_to_it():
     assert _lengths_of(batch).tolist() == [1, 2]
 
 
-def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_has_no_rows(tmp_path, capsys):
-    """Three ranks; the second has fewer rows in a step, and steps less; the third has no step."""
-    of_ranks = [[[90, 1, 1], [5, 5, 5], [7, 7, 7], []], [[1, 1], [5, 5, 4, 1]], []]
+def record_ranks(folder, of_ranks):
+    """Records of ranks without times: for each rank, the rows' lengths of each step."""
     for rank, steps in enumerate(of_ranks):
         rows, lengths = [len(step) for step in steps], [length for step in steps for length in step]
         seconds = np.full(len(steps), np.nan)
         record = {"rows": np.array(rows, np.int64), "lengths": np.array(lengths, np.int64), "seconds": seconds}
-        np.savez(tmp_path / f"rank{rank}.npz", world_size=3, unknown=0, **record)
+        np.savez(folder / f"rank{rank}.npz", world_size=len(of_ranks), unknown=0, **record)
+
+
+def test_a_step_counts_in_which_a_rank_has_no_row_beside_one_row_per_rank(tmp_path, capsys, monkeypatch):
+    record_ranks(tmp_path, [[[9], [8], [7]], [[1], [2], []]])
+    monkeypatch.setattr(observe, "_MOST_STEPS", 3)
+    assert main(["--report", "--folder", str(tmp_path), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ranks"][0]["steps"] == 3
+    expected = (9 / 5 + 8 / 5 + 7 / 3.5) / 3  # largest ÷ mean
+    assert answer["ranks"][0]["ways"][0]["largest_to_mean"] == pytest.approx(expected)
+    assert "Only the first 3 steps of a run are recorded." in answer["notes"]
+
+
+def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_has_no_rows(tmp_path, capsys):
+    """Three ranks; the second has fewer rows in a step, and steps less; the third has no step."""
+    record_ranks(tmp_path, [[[90, 1, 1], [5, 5, 5], [7, 7, 7], []], [[1, 1], [5, 5, 4, 1]], []])
     assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
     shown = capsys.readouterr().out
     assert "3 steps of 3 ranks: 15 rows" in shown and "no row is used twice" not in shown
