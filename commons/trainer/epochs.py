@@ -82,6 +82,9 @@ class Epochs:
                 timeout=options.timeout,
             )
         self.in_windows = self._args.balancing == "windows"
+        # The digest of the calibration by which windows are planned; its file may be replaced during the run.
+        calibration = shuffler.options.calibration if self.in_windows else None
+        self._calibration = None if calibration is None else zlib.crc32(Path(calibration).read_bytes())
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
@@ -200,14 +203,13 @@ class Epochs:
             return self._identity() if self._steps.window > 1 else {}
         options = asdict(self._shuffler.options)
         names = ("mode", "partitioner", "equal_size", "slack", "min_gain", "ranks_per_node", "max_tokens_per_rank")
-        calibration = options["calibration"]
         return {
             **self._identity(),
             "plans": SOURCES,  # another version of the planner may compute another plan
             "world_size": dist.get_world_size(resolve_process_group()),
             "window": self._args.shuffle_window,
             "shuffler": type(self._shuffler).__name__,
-            "calibration": None if calibration is None else zlib.crc32(Path(calibration).read_bytes()),
+            "calibration": self._calibration,
             # Measured speeds of the current window; a resumed run plans its first window with equal ones.
             "measured_speeds": None if self._windows is None or options["mode"] != "balance" else self._windows.speeds,
             **{name: options[name] for name in names},

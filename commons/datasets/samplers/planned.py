@@ -78,6 +78,7 @@ class PlannedSampler(EpochSampler[list[int]]):
         if self._max_tokens is None:
             tokens = None  # only used for the cap
         self._digest = _digest_of(workloads, tokens, self._groups)
+        self._groups_digest = None if self._groups is None else _digest_of(self._groups)
         # Workloads and, with a cap, tokens of the units, int64 `(1 or 2, num_units)`; rows of each unit.
         self._costs = np.stack([workloads] if tokens is None else [workloads, tokens])
         self._what, self._sizes, self._unit_size = "row", np.broadcast_to(np.int64(1), workloads.shape), 1
@@ -221,7 +222,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             "seed": self._seed,
             "drop_last": self._drop_last,
             "workloads": self._digest,
-            "groups": None if self._groups is None else _digest_of(self._groups),
+            "groups": self._groups_digest,
             "max_tokens": self._max_tokens,
             "padded": self._padded,
             "speeds": None if self._speeds is None else self._speeds.tolist(),
@@ -246,5 +247,8 @@ class PlannedSampler(EpochSampler[list[int]]):
 
 
 def _digest_of(*arrays: np.ndarray | None) -> str:
-    content = b"".join(values.tobytes() for values in arrays if values is not None)
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    digest = hashlib.blake2b(digest_size=8)
+    for values in arrays:
+        if values is not None:
+            digest.update(np.ascontiguousarray(values).data)  # without a copy of millions of rows
+    return digest.hexdigest()

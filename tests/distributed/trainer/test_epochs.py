@@ -96,6 +96,19 @@ def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
 
 
 @on_two_ranks
+def test_a_calibration_may_be_replaced_during_a_run(tmp_path):
+    """A window is still that of the calibration that the shuffler has read."""
+    file = tmp_path / f"{dist.get_rank()}.toml"
+    file.write_text("before")
+    with contextlib.closing(TokensBalancedBatchShuffler(options=ShufflerOptions(calibration=str(file)))) as shuffler:
+        changes = {"enable_balanced_shuffler": True, "shuffle_window": 2}
+        first = epochs_of(DataLoader(range(4)), shuffler, **changes)
+        window_of = first.window_of()
+        file.write_text("after")
+        assert first.window_of() == window_of != epochs_of(DataLoader(range(4)), shuffler, **changes).window_of()
+
+
+@on_two_ranks
 def test_tensor_parallel_peers_draw_the_same_batches():
     for tensor_parallel_size in (2, 1):
         with model_parallel(tensor_parallel_size):
