@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commons.run_log.comparison import RunComparison
+from commons.run_log.reading import setting
 from commons.run_log.report import RunReport
 
 # Smallest speed-up that is worth balancing.
@@ -18,7 +19,6 @@ _MUCH_LEFT = 0.05
 
 _TURN_ON = "--trainer.enable-balanced-shuffler"
 _OBSERVE = "--trainer.shuffler.mode observe"
-_LONGER = "use a window (--trainer.shuffle-window 2) or more rows per step"
 
 
 def advice_of(report: RunReport, comparison: RunComparison | None = None) -> str:
@@ -128,13 +128,23 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     if left < _MUCH_LEFT or report.window > 1:
         return f"{gained}."
     if (gain.gap or 0.0) < left / 2:
-        return f"{gained}; the remaining imbalance of {left:.0%} comes from rows that no plan can split: {_LONGER}."
+        why = f"the remaining imbalance of {left:.0%} comes from rows that no plan can split"
+        return f"{gained}; {why}: {_longer(report)}."
     if report.by_work:
-        return f"{gained}; the remaining imbalance is {left:.0%}: {_LONGER}."
+        return f"{gained}; the remaining imbalance is {left:.0%}: {_longer(report)}."
     return (
         f"{gained}; the remaining imbalance is {left:.0%}: a smaller --trainer.shuffler.slack, a larger "
         "max_tokens_per_rank or free row counts (--trainer.shuffler.no-equal-size) may reduce it."
     )
+
+
+def _longer(report: RunReport) -> str:
+    """How to plan more rows together, with the settings of the run."""
+    config = report.log.config
+    if setting(config, "trainer.budget_per_rank") is not None:
+        return "use a larger --trainer.budget-per-rank"
+    window = f"a window (--trainer.shuffle-window {2 * report.window}) or "
+    return f"use {'' if setting(config, 'trainer.single_rank_load') is True else window}more rows per step"
 
 
 def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
@@ -150,5 +160,5 @@ def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
         dealt = "with rows dealt in turn" if report.by_work else "without balancing"
         return f"the ranks have even loads {dealt}{remedy}"
     if gain.possible is not None and gain.possible < _WORTH:
-        return f"the largest load is one row, or a few rows, that no plan can split: {_LONGER}"
+        return f"the largest load is one row, or a few rows, that no plan can split: {_longer(report)}"
     return "no plan within the settings is better: a larger max_tokens_per_rank or free row counts allow better plans"

@@ -213,7 +213,7 @@ LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
     [
         (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below"),
         (SAME | {"imbalance_before": 0.01}, "the ranks have even loads without balancing, leave it off."),
-        (UNEVEN | {"lower_bound": 5e8}, "one row, or a few rows, that no plan can split: use a window"),
+        (UNEVEN | {"lower_bound": 5e8, "window": 4}, "no plan can split: use a window (--trainer.shuffle-window 8)"),
         (UNEVEN | {"lower_bound": 3e8}, "no plan within the settings"),
         (SLOW_EXCHANGE, "Balancing costs more than it saves: 400.5 ms"),
         (SLOW_EXCHANGE, " ms; leave it off."),  # a gate would have no effect on steps that gain much
@@ -226,6 +226,7 @@ LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
 )
 def test_why_a_run_gains_less(tmp_path, changes, expected):
     assert expected in advice_of(report_of(tmp_path, **changes))
+    assert "shuffle-window" not in advice_of(report_of(tmp_path, config=config_of(budget_per_rank=4.0), **changes))
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
@@ -244,15 +245,14 @@ def test_runs_beside_each_other(tmp_path):
     assert against.step_ms == pytest.approx(base.speed.step_ms / other.speed.step_ms)
     assert against.loss.lines == 8 and against.loss.step == 60
     assert against.loss.largest == against.loss.at_end == pytest.approx(1e-4)
-    assert verdict_on(against, base, other).endswith(
-        f"trains {against.rows_per_s:.2f}× the rows per second of {base.log.name}."
-    )
+    trains = "trains {:.2f}× the rows per second of " + f"{base.log.name}."
+    assert verdict_on(against, base, other).endswith(trains.format(against.rows_per_s))
     slower = changed(against, rows_per_s=0.8)
     assert "but its own steps show a gain of" in verdict_on(slower, base, other)
     # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
     same = changed(against, rows_per_s=1.0)
     for balanced in (other, changed(base, by_work=True)):
-        assert verdict_on(same, balanced, other).endswith(f"trains 1.00× the rows per second of {base.log.name}.")
+        assert verdict_on(same, balanced, other).endswith(trains.format(1.0))
     apart = changed(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
     assert verdict_on(apart, base, other).endswith("besides balancing, they differ in ranks: 2 and 4 and 1 more.")
     json.dumps(against.to_dict())
