@@ -4,7 +4,7 @@
     <folder>/step_00000200.tmp  a checkpoint that is being written, or whose run ended while writing
 
 A checkpoint is renamed when all its files are on disk, so that a folder without `.tmp` is complete. state.json contains
-the digest of every file, so that later changes on the disk are detected.
+the digest of every file and of its own content, so that later changes on the disk are detected.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
             "shared disk"
         )
     with (unfinished / STATE_FILE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"version": FORMAT_VERSION, **state}, indent=1) + "\n")
+        file.write(state_text({"version": FORMAT_VERSION, **state}))
         file.flush()
         os.fsync(file.fileno())
     discard(final)
@@ -113,6 +113,13 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
     left = [path for path in final.parent.glob(f"{_PREFIX}*{_UNFINISHED}") if path.stem[len(_PREFIX) :].isdigit()]
     for old in (*until_now[:-keep], *left):
         discard(old)
+
+
+def state_text(state: Mapping[str, Any]) -> str:
+    """The text of a state file: JSON, with a digest of the other entries."""
+    content = {name: value for name, value in state.items() if name != "digest"}
+    digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    return json.dumps({**content, "digest": digest}, indent=1) + "\n"
 
 
 def discard(path: Path) -> None:
@@ -129,8 +136,11 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: the checkpoint is damaged, or of another version.
     """
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        text = (path / STATE_FILE).read_text(encoding="utf-8")
+        state = json.loads(text)
         version, names = state["version"], list(state["digests"])
+        if "digest" in state and text != state_text(state):  # without one: written before there was one
+            raise ValueError("its content has another digest")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
     if version != FORMAT_VERSION:

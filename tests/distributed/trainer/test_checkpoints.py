@@ -280,7 +280,7 @@ def _vouch_for(checkpoint, name):
     path = checkpoint / "state.json"
     state = json.loads(path.read_text())
     state["digests"] |= folder.digests_of(checkpoint, [name], rank=0, ranks=1)
-    path.write_text(json.dumps(state))
+    path.write_text(folder.state_text(state))
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,10 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     assert steps(tmp_path) == []
 
 
-@pytest.mark.parametrize(("old", "new"), [('"digests": ', '"digestS": '), ('"version": ', '"versioN": '), ("}", "")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"digests": ', '"digestS": '), ('"version": ', '"versioN": '), ("}", ""), ('"step": 4', '"step": 5')],
+)
 def test_a_damaged_state_file(tmp_path, old, new, caplog):
     first, second = save(tmp_path, 2), save(tmp_path, 4)
     state = second / "state.json"
