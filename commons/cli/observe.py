@@ -14,7 +14,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from commons.checks import require_at_least
 from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.command import RowCost
-from commons.cli.simulate.simulation import Source, simulate
+from commons.cli.simulate.simulation import Simulation, Source, compare
 from commons.console import print_error
 from commons.parser import parse_arguments
 from commons.perf_model.gain import LoadedRows, StepCost
@@ -164,12 +164,11 @@ def _report(options: Observe, patience: float) -> int:
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed; balancing needs several ranks: start the script with torchrun")
         cost, note = step_cost(rows, seconds)
-        batch_size = len(rows.tokens) // (rows.num_steps * rows.num_ranks)
         source = Source(
             name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
             load=lambda num_ranks, steps: rows.first_steps(steps),
-            num_rows=len(rows.tokens) if batch_size else None,  # None: all steps, though a rank has no row in some
-            batch_size=max(1, batch_size),
+            num_rows=len(rows.tokens),
+            batch_size=max(1, round(len(rows.tokens) / (rows.num_steps * rows.num_ranks))),
             tokens=rows.tokens,
             costs=rows.workloads,
             model=options.of_cost.model(),
@@ -177,11 +176,12 @@ def _report(options: Observe, patience: float) -> int:
             of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
             cost=cost,
         )
-        simulation = simulate(source, [rows.num_ranks], options.window, rows.num_steps)
+        # All steps, though batches may be smaller than the mean, and a rank have no row in some.
+        comparison = compare(source, rows.num_ranks, rows.num_steps, options.window)
         notes = [note] if cost is None else [note, _lost(rows, seconds, cost)]
         if rows.num_steps >= _MOST_STEPS:
             notes.append(f"Only the first {_MOST_STEPS:,} steps of a run are recorded.")
-        options.of_output.give(answer_of(replace(simulation, notes=tuple(notes))))
+        options.of_output.give(answer_of(Simulation(source, (comparison,), tuple(notes))))
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2

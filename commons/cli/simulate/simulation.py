@@ -216,7 +216,7 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
                 f"train {steps * per_step:,}; no row is used twice: {source.remedy}."
             )
         if possible:
-            comparisons.append(_compare(source, num_ranks, possible, windows))
+            comparisons.append(compare(source, num_ranks, possible, windows))
     if not comparisons:
         raise ValueError(
             f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks needs "
@@ -225,7 +225,8 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
     return Simulation(source, tuple(comparisons), tuple(notes))
 
 
-def _compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
+def compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
+    """Deal the rows of the first steps in all ways, for one number of ranks; errors as for `simulate`."""
     rows, longer = source.load(num_ranks, steps), [window for window in windows if 1 < window <= steps]
     if not rows.workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")

@@ -241,7 +241,7 @@ def test_a_step_counts_in_which_a_rank_has_no_row_beside_one_row_per_rank(tmp_pa
     monkeypatch.setattr(observe, "_MOST_STEPS", 3)
     assert main(["--report", "--folder", str(tmp_path), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["ranks"][0]["steps"] == 3
+    assert (answer["lengths"]["rows"], answer["ranks"][0]["steps"]) == (5, 3)
     expected = (9 / 5 + 8 / 5 + 7 / 3.5) / 3  # largest ÷ mean
     assert answer["ranks"][0]["ways"][0]["largest_to_mean"] == pytest.approx(expected)
     assert "Only the first 3 steps of a run are recorded." in answer["notes"]
@@ -252,7 +252,7 @@ def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_h
     record_ranks(tmp_path, [[[90, 1, 1], [5, 5, 5], [7, 7, 7], []], [[1, 1], [5, 5, 4, 1]], []])
     assert main(["--report", "--folder", str(tmp_path), "--window", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "3 steps of 3 ranks: 15 rows" in shown and "no row is used twice" not in shown
+    assert "3 steps of 3 ranks: 15 rows, 2 rows per rank" in shown and "no row is used twice" not in shown
     ratios = [92 / (94 / 3), 15 / 10, 21 / 7]  # largest ÷ mean
     assert f"{sum(ratios) / 3:.3f}" in next(line for line in shown.splitlines() if line.startswith("as loaded"))
     assert "0 steps have times; 20 steps" in shown
