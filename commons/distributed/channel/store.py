@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -24,6 +25,10 @@ from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import first_line
 
 T = TypeVar("T")
+
+# By store, another client of it for the thread here, at most one: a client makes one call at a time, and while torch
+# makes groups it waits in its own client for the other ranks.
+_OWN_CLIENTS: weakref.WeakKeyDictionary[dist.Store, list[dist.Store]] = weakref.WeakKeyDictionary()
 
 # Seconds that the store may take to reply; it usually takes milliseconds.
 REPLY_SECONDS = 3.0
@@ -60,17 +65,27 @@ def call_store(call: Callable[[dist.Store], T], seconds: float = REPLY_SECONDS) 
 def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
     """Call the store without waiting; the future raises StoreUnavailableError if the host has ended."""
     store = dist.distributed_c10d._get_default_store()
+    own = _OWN_CLIENTS.setdefault(store, [])
 
     def run() -> T:
         try:
             _require_listening(store)
-            return call(store)
+            if not own:
+                own.append(_clone(store))
+            return call(own[0])
         except (RuntimeError, ConnectionError) as error:
             host = _describe_host()
             remedy = f": {first_line(error)}" if host is None else f"; {host} hosts it and has ended: see the log there"
             raise StoreUnavailableError(f"the store cannot be reached{remedy}") from None
 
     return _WORKER.submit(run)
+
+
+def _clone(store: dist.Store) -> dist.Store:
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (RuntimeError, NotImplementedError):  # a user's own store
+        return store
 
 
 def ends_with_rank() -> int | None:

@@ -81,6 +81,16 @@ def _shuffle(folder, number):
     shuffler.shuffle(my_batch(1))
 
 
+def _construct(folder):
+    """Rank 1 cannot make its groups, and goes on; rank 0 waits for it in torch's client of the store."""
+    if dist.get_rank() == 1:
+        with mock.patch.object(dist, "new_group", side_effect=OSError("Too many open files")), pytest.raises(OSError):
+            CubicShuffler(ShufflerOptions(timeout=PATIENT))
+        fault(folder)
+        time.sleep(LIMIT)
+    CubicShuffler(ShufflerOptions(timeout=PATIENT))
+
+
 HOST = "rank 0 hosts it and has "
 
 
@@ -89,6 +99,7 @@ HOST = "rank 0 hosts it and has "
     [
         (_exchange, (), 0, "rank 1 did not take part in the exchange of step 1 (ranks [0, 1]); "),
         (_look_at_losses, (), 0, "rank 1 did not take part in the check of the losses of step 8 (ranks [0, 1]); "),
+        (_construct, (), 0, "rank 1 failed in the connection of step 0: OSError: Too many open files"),
         (_shuffle, (signal.SIGSTOP,), 1, "gather of step 1 failed on rank 1 and the store does not answer; " + HOST),
         (_shuffle, (signal.SIGKILL,), 1, HOST + "ended"),
     ],
