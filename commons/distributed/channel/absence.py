@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
-import hashlib
 import json
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from commons.distributed.channel.groups import MakingOfGroups, number_channel, out_of_reach
+from commons.distributed.channel.meeting import key_of
 from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
@@ -247,8 +247,7 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        self.failed = FailedChannel(f"evenrank/{digest}/{number_channel(self.members)}", self.members)
+        self.failed = FailedChannel(f"{key_of(self.members)}/{number_channel(self.members)}", self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()

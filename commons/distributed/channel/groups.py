@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.connections import connections_of, open_sockets
+from commons.distributed.channel.meeting import Meeting, next_meeting
 from commons.distributed.channel.store import break_off
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import name_ranks
@@ -148,7 +149,7 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
     fitting = [index for index, pair in enumerate(ranks.ordered) if _fits(pair, group)]
-    pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group)
+    pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group, timeout)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None:
@@ -205,17 +206,14 @@ def release_groups(
         rank_set(members).unordered[pair.number] = pair
 
 
-def _free_on_all(ranks: RankSet, group: dist.ProcessGroup) -> GroupPair | None:
-    """A pair that every rank has returned, in any order, by a MIN-reduction over them; None for none."""
+def _free_on_all(ranks: RankSet, group: dist.ProcessGroup, timeout: float) -> GroupPair | None:
+    """A pair that every rank has returned, in any order; None for none."""
     if not ranks.num_pairs:
         return None
     returned = ranks.unordered.copy()  # garbage collection, which may return a pair, may run at any line
-    free_here = {number for number, pair in returned.items() if _fits(pair, group)}
-    flags = [int(number in free_here) for number in range(ranks.num_pairs)]
-    free = torch.tensor(flags, dtype=torch.int32, device=numbers_device(group))
-    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=group)
-    number = next((number for number, is_free in enumerate(free.tolist()) if is_free), None)
-    return None if number is None else ranks.unordered.pop(number)
+    free_here = sorted(number for number, pair in returned.items() if _fits(pair, group))
+    free = next_meeting(dist.get_process_group_ranks(group), timeout).named_by_all(free_here)
+    return ranks.unordered.pop(free[0]) if free else None
 
 
 def _fits(pair: GroupPair, group: dist.ProcessGroup) -> bool:
@@ -298,11 +296,11 @@ def _new_group(
     subgroup = len(members) < dist.get_world_size()
     limit, before = datetime.timedelta(seconds=timeout), open_sockets()
     if _NAMED_BY_CALLS:
-        with _own_number(members, group if subgroup else None):
+        with _own_number(members, next_meeting(dist.get_process_group_ranks(group), timeout) if subgroup else None):
             made = dist.new_group(members, timeout=limit, use_local_synchronization=True, **options)
     else:
         if subgroup:
-            _align_group_names(group)
+            _align_group_names(next_meeting(dist.get_process_group_ranks(group), timeout))
         made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
         _this_world().names_used = _num_groups()
     return made, connections_of(made, before) if serves(made, "cpu") else frozenset()
@@ -323,42 +321,34 @@ def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def _align_group_names(group: dist.ProcessGroup) -> None:
+def _align_group_names(meeting: Meeting) -> None:
     """Bring all members to the same number of groups, from which torch derives the next group's name.
 
     The numbers may differ, for example where only some ranks have groups of node leaders, loggers or pipeline stages.
     Ranks with fewer groups make further ones, each with itself as the only member.
     """
-    target = _largest(max(_num_groups(), _this_world().names_used), group)
+    target = meeting.largest(max(_num_groups(), _this_world().names_used))
     while _num_groups() < target:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc=_UNUSED)
 
 
 @contextlib.contextmanager
-def _own_number(members: Sequence[int], group: dist.ProcessGroup | None) -> Iterator[None]:
+def _own_number(members: Sequence[int], meeting: Meeting | None) -> Iterator[None]:
     """Let torch name a new group by evenrank's own count, and restore torch's number of calls.
 
     That number may differ between the members. Afterwards it must not differ because of evenrank, whose groups only
-    some ranks make: groups that all ranks make would have different names. `group` has the ranks that agree on the
-    count; None for all ranks, which make the same groups.
+    some ranks make: groups that all ranks make would have different names. Ranks agree on the count in `meeting`; None
+    for all ranks, which make the same groups.
     """
     world, ranks = dist.distributed_c10d._world, tuple(members)
     numbers = _NUMBERS.setdefault(dist.distributed_c10d._get_default_group(), Counter())
-    number = numbers[ranks] if group is None else _largest(numbers[ranks], group)
+    number = numbers[ranks] if meeting is None else meeting.largest(numbers[ranks])
     numbers[ranks] = number + 1
     calls, world.group_count = world.group_count, _OWN_NUMBERS + number
     try:
         yield
     finally:
         world.group_count = calls
-
-
-def _largest(number: int, group: dist.ProcessGroup) -> int:
-    """The largest number of any rank."""
-    mine = torch.tensor([number], device=numbers_device(group))
-    numbers = mine.new_empty(dist.get_world_size(group))
-    all_gather_single(numbers, mine, group=group)
-    return int(numbers.max())
 
 
 def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all: bool) -> list[dist.Work]:

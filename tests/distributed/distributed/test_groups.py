@@ -187,8 +187,9 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
     monkeypatch.setattr(groups, "_NAMED_BY_CALLS", False)
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
     monkeypatch.setattr(groups, "serves", lambda group, kind: False)
-    monkeypatch.setattr(groups, "_align_group_names", lambda group: None)
-    monkeypatch.setattr(groups, "_free_on_all", lambda members, group: None)
+    monkeypatch.setattr(groups, "next_meeting", lambda members, timeout: None)
+    monkeypatch.setattr(groups, "_align_group_names", lambda meeting: None)
+    monkeypatch.setattr(groups, "_free_on_all", lambda ranks, group, timeout: None)
 
     idle = groups.acquire_groups(given, 5.0)
     assert idle.payload is None and [options.get("backend") for options in asked] == ["gloo"]
@@ -264,6 +265,22 @@ def test_a_rank_that_cannot_make_its_groups_is_quoted_by_the_others(error):
     else:
         kind = "OSError: " if isinstance(error, OSError) else ""
         assert text == f"RankMissingError: rank 1 failed in the connection of step 0: {kind}{error}"
+
+
+@on("own_ranks", timeout=120)
+def test_a_rank_that_makes_no_shuffler_leaves_the_users_collectives_in_step():
+    """Beside a shuffler in use: the others first agree on whether its groups are free."""
+    rank, everyone = dist.get_rank(), dist.get_world_size()
+    some = dist.new_group(range(everyone), backend="gloo")
+    with closing(CubicShuffler()) as used:
+        for group in (None, some):
+            if rank > 0:
+                text = error_of(CubicShuffler, ShufflerOptions(timeout=0.5), group)
+                assert text.startswith("RankMissingError: rank 0 did not take part in the connection of step 0"), text
+            numbers = torch.tensor([rank])
+            dist.all_reduce(numbers, group=group)
+            assert numbers.item() == everyone * (everyone - 1) // 2
+        assert len(of_all(used.shuffle(my_batch()).sample_id)) == 6 * everyone
 
 
 @on("ranks", timeout=120)
