@@ -43,8 +43,6 @@ _SHORT_RING = 8
 # docs/api/types.html). Its priority is that of the calling stream, where torch runs a synchronous collective.
 _NCCL_BLOCKS = 4
 
-# The thread that makes all groups, in the order of the calls.
-_MAKER = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
 # Seconds beyond a collective's timeout that making groups may take.
 _GRACE_SECONDS = 2.0
 # Whether torch derives the name of a locally synchronised group from the number of calls of new_group, as from 2.14 on,
@@ -88,6 +86,10 @@ class _World(defaultdict[tuple[int, ...], RankSet]):
         super().__init__(RankSet)
         # Number of groups after the last one was made here; names of new groups up to torch 2.13 are unique from it on.
         self.names_used = 0
+        # The thread that makes all groups, in the order of the calls. Of this world alone: while it waits for a rank
+        # that is missing, a program may begin again in a new world.
+        self.maker = DaemonWorker("evenrank-groups", exit_seconds=1.0, break_off=break_off)
+        weakref.finalize(self, self.maker.finish).atexit = False
 
 
 # By default group; a weak reference, so that destroying the group still ends its threads.
@@ -123,7 +125,7 @@ class MakingOfGroups:
     def __init__(self, make: Callable[[], Any], timeout: float) -> None:
         device = torch.device("cuda") if torch.cuda.is_available() and torch.cuda.is_initialized() else None
         self._timeout, self._deadline = timeout, time.monotonic() + timeout + _GRACE_SECONDS
-        self._made = _MAKER.submit(make, device)
+        self._made = _this_world().maker.submit(make, device)
 
     def is_completed(self) -> bool:
         """Whether the groups are made, or were not made in time."""
@@ -340,15 +342,16 @@ def _own_number(members: Sequence[int], meeting: Meeting | None) -> Iterator[Non
     some ranks make: groups that all ranks make would have different names. Ranks agree on the count in `meeting`; None
     for all ranks, which make the same groups.
     """
-    world, ranks = dist.distributed_c10d._world, tuple(members)
-    numbers = _NUMBERS.setdefault(dist.distributed_c10d._get_default_group(), Counter())
+    world, ranks, default = dist.distributed_c10d._world, tuple(members), dist.distributed_c10d._get_default_group()
+    numbers = _NUMBERS.setdefault(default, Counter())
     number = numbers[ranks] if meeting is None else meeting.largest(numbers[ranks])
     numbers[ranks] = number + 1
     calls, world.group_count = world.group_count, _OWN_NUMBERS + number
     try:
         yield
     finally:
-        world.group_count = calls
+        if dist.group.WORLD is default:  # else the program has begun again meanwhile
+            world.group_count = calls
 
 
 def try_collectives(payload: dist.ProcessGroup, device: torch.device, all_to_all: bool) -> list[dist.Work]:

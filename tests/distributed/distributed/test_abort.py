@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
+from commons.distributed.channel import absence
 from commons.distributed.channel.absence import ShufflerAbortedError
 from commons.distributed.engine import engine
 from commons.distributed.options import ShufflerOptions
@@ -99,6 +100,22 @@ def _abort_in(name, folder):
     assert not [each.name for each in threads if each.is_alive()], name
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as again:
+        again.shuffle(my_batch())
+        assert again.last_stats.moved
+
+
+@on("own_two_ranks", timeout=120)
+def test_the_process_starts_again_while_groups_are_made(tmp_path):
+    """Rank 1 makes no shuffler; rank 0 is interrupted in its construction, and torch goes on waiting on its thread."""
+    rank = dist.get_rank()
+    if rank == 0:
+        interrupt = mock.patch.object(absence.CollectiveWait, "has_failed_elsewhere", side_effect=KeyboardInterrupt)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
     with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=60.0))) as again:
         again.shuffle(my_batch())
         assert again.last_stats.moved
