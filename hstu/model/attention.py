@@ -145,31 +145,37 @@ class _HSTUAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tokens, table, time_table, times = ctx.saved_tensors
-        queries, keys, values = inputs = [_heads_first(tensor) for tensor in tokens]
-        grad_outputs = _heads_first(grad_output * ctx.scale)
-        grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
-        bias = _Bias(ctx.plan, table, time_table, times)
-        grad_table = _zeros_to_add_to(table)
-        grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
-        for block in ctx.plan.blocks:
-            k, v = _take(keys, block.keys), _take(values, block.keys)
-            grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
-            for chunk in block.chunks:
-                q, grad = _take(queries, chunk.queries), _take(grad_outputs, chunk.queries)
-                scores = bias.scores(q, k[:, chunk.place], chunk)
-                grad_weights = torch.bmm(grad, v[:, chunk.place].transpose(1, 2))
-                grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
-                weights = torch.nn.functional.silu(scores, inplace=True)
-                grad_v[:, chunk.place] += torch.bmm(weights.transpose(1, 2), grad)
-                grad_k[:, chunk.place] += torch.bmm(grad_scores.transpose(1, 2), q)
-                _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, chunk.place]))
-                bias.add_gradients(grad_scores, chunk, grad_table, grad_time_table)
-            _add(grad_keys, block.keys, grad_k)
-            _add(grad_values, block.keys, grad_v)
-        of_tokens = (_tokens_first(grad) for grad in (grad_queries, grad_keys, grad_values))
-        # Autograd converts gradients to the dtypes of the inputs: of float32 tables they do not overflow in float16.
-        return *of_tokens, grad_table, grad_time_table, None, None, None
+        with torch.autocast(grad_output.device.type, enabled=False):  # as in the forward pass
+            return _gradients(ctx, grad_output)
+
+
+def _gradients(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the arguments of `_HSTUAttention.forward`."""
+    *tokens, table, time_table, times = ctx.saved_tensors
+    queries, keys, values = inputs = [_heads_first(tensor) for tensor in tokens]
+    grad_outputs = _heads_first(grad_output * ctx.scale)
+    grad_queries, grad_keys, grad_values = (_zeros_to_add_to(tensor) for tensor in inputs)
+    bias = _Bias(ctx.plan, table, time_table, times)
+    grad_table = _zeros_to_add_to(table)
+    grad_time_table = None if time_table is None else _zeros_to_add_to(time_table)
+    for block in ctx.plan.blocks:
+        k, v = _take(keys, block.keys), _take(values, block.keys)
+        grad_k, grad_v = _zeros_to_add_to(k), _zeros_to_add_to(v)
+        for chunk in block.chunks:
+            q, grad = _take(queries, chunk.queries), _take(grad_outputs, chunk.queries)
+            scores = bias.scores(q, k[:, chunk.place], chunk)
+            grad_weights = torch.bmm(grad, v[:, chunk.place].transpose(1, 2))
+            grad_scores = torch.ops.aten.silu_backward(grad_weights, scores)
+            weights = torch.nn.functional.silu(scores, inplace=True)
+            grad_v[:, chunk.place] += torch.bmm(weights.transpose(1, 2), grad)
+            grad_k[:, chunk.place] += torch.bmm(grad_scores.transpose(1, 2), q)
+            _add(grad_queries, chunk.queries, torch.bmm(grad_scores, k[:, chunk.place]))
+            bias.add_gradients(grad_scores, chunk, grad_table, grad_time_table)
+        _add(grad_keys, block.keys, grad_k)
+        _add(grad_values, block.keys, grad_v)
+    of_tokens = (_tokens_first(grad) for grad in (grad_queries, grad_keys, grad_values))
+    # Autograd converts gradients to the dtypes of the inputs: of float32 tables they do not overflow in float16.
+    return *of_tokens, grad_table, grad_time_table, None, None, None
 
 
 class _Bias(NamedTuple):

@@ -209,11 +209,14 @@ def test_inference_then_training_on_one_plan_and_no_second_derivative():
 
 
 def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
-    inputs = [tensor.detach().float() for tensor in random_inputs(9, False, seed=6)]
+    inputs = [tensor.detach().float().requires_grad_() for tensor in random_inputs(9, False, seed=6)]
     plan = make_plan([9], [2])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = hstu_attention(*inputs, plan, normalizer=LONGEST)
-    assert torch.equal(output, hstu_attention(*inputs, plan, normalizer=LONGEST))
+    outputs, gradients = [], []
+    for enabled in (True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            outputs.append(hstu_attention(*inputs, plan, normalizer=LONGEST))
+            gradients.append(torch.autograd.grad(outputs[-1].sum(), inputs))
+    assert torch.equal(*outputs) and all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize(
