@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 # Seconds that close() and abort() wait for the worker threads.
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 1.0
+# Least seconds that drain() waits for a thread, which may be idle, after the time was spent on the other one.
+_LAST_LOOK_SECONDS = 1.0
 _CLOSED = "the shuffler is closed; it cannot start or finish a shuffle any more: make a new one"
 
 # A group, and a window's size or None.
@@ -257,9 +259,11 @@ class ShuffleEngine:
     def drain(self) -> None:
         """See `BaseTaskBalancedBatchShuffler.drain`."""
         self.require_own_process()
-        limit = self._longest_read
-        if self._aborted_for is None and not (self._worker.drain(limit) and self._window_worker.drain(limit)):
-            raise self._blocked("drain()", _own_rank())
+        deadline = time.monotonic() + self._longest_read
+        for worker in (self._worker, self._window_worker):
+            left = max(_LAST_LOOK_SECONDS, deadline - time.monotonic())
+            if self._aborted_for is None and not worker.drain(left):
+                raise self._blocked("drain()", _own_rank())
 
     def abort(self) -> None:
         """See `BaseTaskBalancedBatchShuffler.abort`."""

@@ -18,6 +18,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSpar
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.engine import engine
+from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
 from tests.helpers.models import torchrec_model as models
@@ -105,6 +106,20 @@ def test_an_iterator_that_blocks_is_waited_for_until_the_timeout_and_is_named(ca
         go_on.set()
     stop()
     shuffler.close()
+
+
+def test_both_threads_are_drained_within_one_limit():
+    now, limits = [0.0], []
+
+    def just_in_time(worker, limit):
+        limits.append(limit)
+        now[0] += limit
+        return True
+
+    clock = mock.patch.object(engine, "time", mock.Mock(monotonic=lambda: now[0]))
+    with clock, mock.patch.object(DaemonWorker, "drain", just_in_time):
+        CubicShuffler(ShufflerOptions(timeout=50.0)).drain()
+    assert limits == [60.0, 1.0]
 
 
 @pytest.mark.usefixtures("ctrl_c")
