@@ -12,6 +12,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import ctypes
+import os
 import queue
 import threading
 import time
@@ -52,7 +53,8 @@ class DaemonWorker:
         self._name = name
         self._break_off = break_off
         self._exit_seconds = exit_seconds
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may submit or refuse jobs too
+        self._process = os.getpid()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any], int | None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # Futures without a result; they get an error if the thread ends.
@@ -66,6 +68,9 @@ class DaemonWorker:
         if device is not None and device.type == "cuda":
             gpu = torch.cuda.current_device() if device.index is None else device.index
         with self._starting:
+            if self._process != os.getpid():  # forked: the thread and its jobs are in the other process
+                self._process, self._thread = os.getpid(), None
+                self._jobs, self._open = queue.SimpleQueue(), set()
             if self._thread is None and self._abandoned_for is None:
                 self._has_left = False
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)

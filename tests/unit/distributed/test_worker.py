@@ -1,6 +1,7 @@
 """The daemon worker: jobs in order, none for nobody, and an answer for all who wait if its thread ends."""
 
 import itertools
+import os
 import sys
 import threading
 from types import SimpleNamespace
@@ -78,6 +79,27 @@ def test_a_job_that_ends_its_own_worker_does_not_wait_for_itself():
     worker = DaemonWorker("test")
     assert worker.submit(lambda: worker.stop(60)).result(60) is False
     assert worker.stop(60)
+
+
+def test_a_signal_handler_may_abandon_the_worker_while_its_thread_starts(monkeypatch):
+    worker, start = DaemonWorker("test"), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (worker.abandon(OSError("aborted")), start(thread)))
+    with pytest.raises(OSError, match="aborted"):
+        worker.submit(lambda: None).result(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads
+def test_a_forked_process_has_a_thread_of_its_own():
+    worker = DaemonWorker("test")
+    assert worker.submit(os.getpid).result(60) == os.getpid()
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            status = int(worker.submit(os.getpid).result(10) != os.getpid())
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert worker.submit(os.getpid).result(60) == os.getpid()
 
 
 def test_on_a_gpu_its_thread_leaves_captures_of_other_threads_alone(monkeypatch):
