@@ -209,9 +209,10 @@ def release_groups(
 
 
 def _free_on_all(ranks: RankSet, group: dist.ProcessGroup, timeout: float) -> GroupPair | None:
-    """A pair that every rank has returned, in any order; None for none."""
-    if not ranks.num_pairs:
-        return None
+    """A pair that every rank has returned, in any order; None for none.
+
+    Ranks meet even if there is no pair yet: if one does not come, no rank makes groups that the others do not count.
+    """
     returned = ranks.unordered.copy()  # garbage collection, which may return a pair, may run at any line
     free_here = sorted(number for number, pair in returned.items() if _fits(pair, group))
     free = next_meeting(dist.get_process_group_ranks(group), timeout).named_by_all(free_here)

@@ -18,7 +18,9 @@ from commons.distributed.channel.store import call_store
 
 T = TypeVar("T")
 
-# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
+_MET, _GIVEN_UP = "met", "given up"
+
+# Seconds between two reads of the outcome, and what each rank adds to them, because all ranks read.
 _PAUSE_SECONDS = 0.01
 _PAUSE_PER_RANK = 0.0002
 
@@ -61,13 +63,20 @@ class Meeting:
         return [number for number, count in zip(numbers, counts) if count == self._num_ranks]
 
     def _await_all(self) -> None:
-        key = f"{self._key}/arrived"
-        arrived = self._call(lambda store: store.add(key, 1))
-        while arrived < self._num_ranks:
-            if time.monotonic() > self._deadline:
-                raise RuntimeError(f"only {arrived} of {self._num_ranks} ranks have come within {self._timeout:g} s")
-            time.sleep(self._pause)
-            arrived = self._call(lambda store: store.add(key, 0))
+        """Wait until all ranks have come, or one has given up: the outcome is the same on all, also on a late rank."""
+        key = f"{self._key}/outcome"
+        is_last = self._call(lambda store: store.add(f"{self._key}/arrived", 1)) == self._num_ranks
+        outcome = b""
+        while not outcome:
+            if is_last:
+                outcome = self._call(lambda store: store.compare_set(key, "", _MET))
+            elif time.monotonic() > self._deadline:
+                outcome = self._call(lambda store: store.compare_set(key, "", _GIVEN_UP))
+            else:
+                time.sleep(self._pause)
+                outcome = self._call(lambda store: store.get(key) if store.check([key]) else b"")
+        if outcome.decode() == _GIVEN_UP:
+            raise RuntimeError(f"the ranks have not all come within {self._timeout:g} s")
 
     def _call(self, call: Callable[[dist.Store], T]) -> T:
         return call_store(call, max(1.0, self._deadline - time.monotonic()))

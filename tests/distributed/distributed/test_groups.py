@@ -269,17 +269,22 @@ def test_a_rank_that_cannot_make_its_groups_is_quoted_by_the_others(error):
 
 @on("own_ranks", timeout=120)
 def test_a_rank_that_makes_no_shuffler_leaves_the_users_collectives_in_step():
-    """Beside a shuffler in use: the others first agree on whether its groups are free."""
-    rank, everyone = dist.get_rank(), dist.get_world_size()
+    """Beside a shuffler in use: the others first agree on whether its groups are free. Then it comes, too late."""
+    rank, everyone, options = dist.get_rank(), dist.get_world_size(), ShufflerOptions(timeout=0.5)
     some = dist.new_group(range(everyone), backend="gloo")
     with closing(CubicShuffler()) as used:
         for group in (None, some):
             if rank > 0:
-                text = error_of(CubicShuffler, ShufflerOptions(timeout=0.5), group)
+                text = error_of(CubicShuffler, options, group)
                 assert text.startswith("RankMissingError: rank 0 did not take part in the connection of step 0"), text
             numbers = torch.tensor([rank])
             dist.all_reduce(numbers, group=group)
             assert numbers.item() == everyone * (everyone - 1) // 2
+            if rank == 0:
+                late = error_of(CubicShuffler, options, group)
+                assert late.startswith("RankMissingError: rank 0 reached the connection of step 0 only after the oth")
+            with closing(CubicShuffler(pg_group=group)) as following:
+                assert len(of_all(following.shuffle(my_batch()).sample_id)) == 6 * everyone
         assert len(of_all(used.shuffle(my_batch()).sample_id)) == 6 * everyone
 
 
