@@ -148,6 +148,26 @@ def test_ranks_that_report_seldom_or_never_are_left_as_they_are():
     rare, _ = run(4, 900, slow_between(0, 900), reports=lambda step, ranks: np.full(ranks, step % 3 == 0))
     assert max(some[-1, SLOW], rare[-1, SLOW]) < 0.65 * FASTEST
     assert changes_of(run(1, 60, ALWAYS_EQUAL)[0]) == 0
+    # Of a single rank that reports nobody knows whether it is fast.
+    alone = run(3, 300, ALWAYS_EQUAL, begin=[1024, 700, 1024], reports=lambda step, ranks: np.arange(ranks) == SLOW)[0]
+    assert changes_of(alone) == 0
+
+
+def test_a_time_without_a_load_counts_as_no_report_and_no_time_grows_faster_than_its_load():
+    """A rank had no rows in some steps; all times are proportional, and then quadratic."""
+    rng, factors = np.random.default_rng(0), np.array([1.0, 1.5, 1.0])
+    for power in (1.0, 2.0):
+        with_time, without, proportional = SpeedControl(3), SpeedControl(3), SpeedControl(3)
+        for step in range(200):
+            loads = 1.0 + 0.1 * rng.random(3)
+            times, has_rows = factors * loads**power, np.arange(3) != (0 if step % 7 == 0 else 3)
+            with_time.take(np.where(has_rows, times, 1e-3), loads * has_rows)
+            without.take(times * has_rows, loads)
+            proportional.take(factors * loads, loads)
+        assert with_time.speeds.tolist() == without.speeds.tolist() and with_time.follows == without.follows
+        assert without.follows == pytest.approx(1.0) and without.follows <= 1.0
+        assert np.abs(without.speeds - proportional.speeds).max() < 0.1 * FASTEST
+        assert without.speeds[SLOW] == pytest.approx(FASTEST / 1.5, rel=0.1)
 
 
 def test_the_saving_is_that_of_loads_by_these_speeds():
