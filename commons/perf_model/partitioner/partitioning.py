@@ -102,7 +102,8 @@ def partition(
         max_tokens: most tokens that a partition may hold.
         home: the partition of each sample now, `(n,)`. Given, few tokens leave their partition, and the largest load is
             never above that of `home`: if no plan lowers it, `home` is the plan, even if its sizes differ. This does
-            not hold for a `home` that breaks `max_tokens`, nor with `equal_size` for one that splits a group.
+            not hold for a `home` that breaks `max_tokens`, nor with `equal_size` for one that splits a group: there,
+            sizes differ only if that lowers the tokens above `max_tokens`.
         ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
         slack: with `home`, by which fraction the largest load may exceed that of the plan without `home`, in [0, 1].
         best_effort: if no plan keeps `max_tokens`, return the one found that exceeds it least.

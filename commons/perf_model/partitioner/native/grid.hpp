@@ -71,7 +71,7 @@ class GridPlanner {
 
   // `best`, or a plan that it does not beat; with a home, a plan near home within the slack.
   Candidate choose(Candidate best) const {
-    std::optional<Candidate> loaded = as_loaded();
+    std::optional<Candidate> loaded = as_loaded(!keeps_cap(best));
     std::optional<Candidate> alone;
     Weight most = request_.home.empty() ? best.total() : with_slack(best.total(), request_.slack);
     if (!request_.home_step.empty() && !(keeps_cap(best) && is_below_batches(most))) alone = batches_alone();
@@ -247,15 +247,17 @@ class GridPlanner {
     return candidate(take(place, cells));
   }
 
-  // The rows as they were loaded, if that is known and keeps the cap.
-  std::optional<Candidate> as_loaded() const {
+  // The rows as they were loaded, if that is known and keeps the cap. Where groups were split, rows move anyhow, so that
+  // uneven counts are kept only `for_cap`, because the best plan breaks it.
+  std::optional<Candidate> as_loaded(bool for_cap = false) const {
     if (request_.home.empty() || request_.home_step.empty()) return std::nullopt;
     Indices cells(request_.home.size());
     for (std::size_t row = 0; row < cells.size(); ++row) {
       cells[row] = request_.home[row] * request_.num_steps + request_.home_step[row];
     }
     Candidate plan = candidate(std::move(cells));
-    if (!keeps_cap(plan)) return std::nullopt;
+    const bool excused = !request_.home_splits || for_cap || problem_.keeps_limits(plan.cells);
+    if (!excused || !keeps_cap(plan)) return std::nullopt;
     return plan;
   }
 

@@ -101,7 +101,8 @@ class RowGroups {
       if (has_steps) home_step[group] = request.home_step[row];
     }
     for (std::size_t row = 0; has_home && row < group_of_.size(); ++row) {
-      request.home_splits |= request.home[row] != home[group_of_[row]];
+      const Index group = group_of_[row];
+      request.home_splits |= request.home[row] != home[group] || (has_steps && request.home_step[row] != home_step[group]);
     }
     request.home = std::move(home);
     request.home_step = std::move(home_step);
