@@ -82,9 +82,7 @@ class GridPlanner {
     // The separate plans have used the slack already: a worse plan is not worth its moves.
     if (alone) most = std::min(most, std::max(alone->total(), best.total()));
     if (loaded) {
-      const bool even = problem_.keeps_limits(loaded->cells);
-      if (!best.beats(*loaded) || (even && loaded->total() <= most)) return std::move(*loaded);
-      most = std::min(most, loaded->total() - 1);
+      if (!keeps_cap(best) || at_home(*loaded).stays(best.total(), most)) return std::move(*loaded);
     }
     return near_ranks(best, most);
   }
@@ -261,6 +259,10 @@ class GridPlanner {
     return plan;
   }
 
+  AtHome at_home(const Candidate& loaded) const {
+    return {loaded.total(), problem_.keeps_limits(loaded.cells), request_.home_splits};
+  }
+
   // Whether `total` is below the sum of the bounds of the batches, so that separate plans cannot be better.
   bool is_below_batches(Weight total) const {
     std::vector<Weights> batches(request_.num_steps);
@@ -306,11 +308,7 @@ class GridPlanner {
       if (!keeps_cap(alone)) return std::nullopt;
       most = std::min(most, alone.total());
     }
-    if (loaded) {
-      const bool even = problem_.keeps_limits(loaded->cells);
-      if (even && loaded->total() <= most) return loaded;
-      most = std::min(most, loaded->total() - 1);
-    }
+    if (loaded && at_home(*loaded).stays(bound_.total, most)) return loaded;
     if (most <= good(bound_.total)) return std::nullopt;
     std::optional<Weights> largest = with_room(share_out(bound_.total, bound_.largest), most);
     if (!has_places(problem_, *largest)) {
@@ -318,12 +316,12 @@ class GridPlanner {
       largest = largest ? with_room(*largest, most) : shares_by_level(problem_, request_.num_steps, most);
     }
     if (!largest) return std::nullopt;
-    return near_ranks_of_many(*largest, most);
+    return near_ranks_within(*largest, most);
   }
 
   // A plan near home within the limits of the steps; nothing if swaps find none.
-  std::optional<Candidate> near_ranks_of_many(const Weights& largest, Weight most) const {
-    std::optional<Indices> cells = evenrank::near_ranks_of_many(request_, above(largest), largest_of(largest));
+  std::optional<Candidate> near_ranks_within(const Weights& largest, Weight most) const {
+    std::optional<Indices> cells = cells_near_ranks(request_, above(largest), largest_of(largest));
     if (!cells || !problem_.keeps_limits(*cells)) return std::nullopt;
     Candidate found = candidate(std::move(*cells));
     if (found.total() > most || !keeps_cap(found)) return std::nullopt;
@@ -334,7 +332,7 @@ class GridPlanner {
   Candidate near_ranks(const Candidate& best, Weight most) const {
     const Weights largest = with_room(best.largest, most);
     if (request_.method == Method::kRefined && request_.num_parts >= kMany) {
-      if (std::optional<Candidate> found = near_ranks_of_many(largest, most)) return std::move(*found);
+      if (std::optional<Candidate> found = near_ranks_within(largest, most)) return std::move(*found);
     }
     const Weight limit = largest_of(largest);
     const Problem problem = above(largest);

@@ -77,35 +77,30 @@ class RowGroups {
   void bring_home(Request& request) const {
     const Weights costs = sizes_of(request);
     const bool has_home = !request.home.empty(), has_steps = !request.home_step.empty();
-    const auto place_of = [&](Index row) {
-      const Weight rank = has_home ? request.home[row] : 0;
-      return rank * request.num_steps + (has_steps ? request.home_step[row] : 0);
+    const Weight steps = request.num_steps;
+    const auto place_of = [&](std::size_t row) {
+      return (has_home ? request.home[row] * steps : 0) + (has_steps ? request.home_step[row] : 0);
     };
-    Indices order = range(static_cast<Index>(group_of_.size()));
-    std::sort(order.begin(), order.end(), [&](Index a, Index b) {
-      const std::pair left{group_of_[a], place_of(a)}, right{group_of_[b], place_of(b)};
-      return left < right || (left == right && a < b);
-    });
-    Indices home(has_home ? sizes_.size() : 0), home_step(has_steps ? sizes_.size() : 0);
-    Weights most(sizes_.size(), -1);
-    for (std::size_t at = 0; at < order.size();) {
-      const Index row = order[at], group = group_of_[row];
-      const Weight place = place_of(row);
+    const Weight num_places = request.num_parts * steps;
+    std::vector<std::pair<Weight, Weight>> cost_at(costs.size());  // of each row, by group and place
+    for (std::size_t row = 0; row < costs.size(); ++row) {
+      cost_at[row] = {group_of_[row] * num_places + place_of(row), costs[row]};
+    }
+    std::sort(cost_at.begin(), cost_at.end(), [](const auto& one, const auto& other) { return one.first < other.first; });
+    Weights most(sizes_.size(), -1), place(sizes_.size());
+    for (auto row = cost_at.begin(); row != cost_at.end();) {
+      const Weight at = row->first, group = at / num_places;
       Weight cost = 0;
-      for (; at < order.size() && group_of_[order[at]] == group && place_of(order[at]) == place; ++at) {
-        cost += costs[order[at]];
-      }
-      if (cost <= most[group]) continue;
-      most[group] = cost;
-      if (has_home) home[group] = request.home[row];
-      if (has_steps) home_step[group] = request.home_step[row];
+      for (; row != cost_at.end() && row->first == at; ++row) cost += row->second;
+      if (cost > most[group]) most[group] = cost, place[group] = at - group * num_places;
     }
-    for (std::size_t row = 0; has_home && row < group_of_.size(); ++row) {
-      const Index group = group_of_[row];
-      request.home_splits |= request.home[row] != home[group] || (has_steps && request.home_step[row] != home_step[group]);
+    for (std::size_t row = 0; row < costs.size(); ++row) request.home_splits |= place_of(row) != place[group_of_[row]];
+    request.home.resize(has_home ? place.size() : 0);
+    request.home_step.resize(has_steps ? place.size() : 0);
+    for (std::size_t group = 0; group < place.size(); ++group) {
+      if (has_home) request.home[group] = static_cast<Index>(place[group] / steps);
+      if (has_steps) request.home_step[group] = static_cast<Index>(place[group] % steps);
     }
-    request.home = std::move(home);
-    request.home_step = std::move(home_step);
   }
 
   Indices group_of_;  // by row

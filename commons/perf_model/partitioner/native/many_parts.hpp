@@ -210,6 +210,10 @@ class HeaviestLowered {
     const bool may_move = plan_.may_move(heavy, light);
     const Weight most_moved = may_move ? room : 0;
     const Weight too_light = may_move ? -1 : others.empty() ? kMax : others.back().weight;  // rows up to it cannot swap
+    const auto consider = [&](Index row, Weight taken, Weight cost, Index back) {
+      const Weight value = efficiency_.above(best.value, std::min(taken, excess), cost);
+      if (value >= 0 && plan_.keeps_cap(heavy, {value, light, row, back})) best = {value, light, row, back};
+    };
     Index enough = 0;  // number of the other rows that are heavy enough to come back
     for (Index at = 0; at < static_cast<Index>(rows.size()); ++at) {
       const RowsBySample::Row& row = rows[at];
@@ -217,18 +221,10 @@ class HeaviestLowered {
       while (enough < num_others && others[enough].weight >= row.weight - room) ++enough;
       if (enough > 0 && others[enough - 1].weight < row.weight) {
         const RowsBySample::Row& back = others[enough - 1];
-        const Weight taken = std::min(row.weight - back.weight, excess);
         const Weight cost = row.cost_of_move(at_heavy, at_light) + back.cost_of_move(at_light, at_heavy);
-        const Weight value = efficiency_.above(best.value, taken, cost);
-        if (value >= 0 && plan_.keeps_cap(heavy, {value, light, at, enough - 1})) {
-          best = {value, light, at, enough - 1};
-        }
+        consider(at, row.weight - back.weight, cost, enough - 1);
       }
-      if (row.weight <= most_moved && row.weight > 0) {
-        const Weight taken = std::min(row.weight, excess);
-        const Weight value = efficiency_.above(best.value, taken, row.cost_of_move(at_heavy, at_light));
-        if (value >= 0 && plan_.keeps_cap(heavy, {value, light, at, kNone})) best = {value, light, at, kNone};
-      }
+      if (row.weight <= most_moved && row.weight > 0) consider(at, row.weight, row.cost_of_move(at_heavy, at_light), kNone);
     }
     return best;
   }
@@ -279,7 +275,7 @@ inline bool has_misplaced(const Problem& problem, const LoadedParts& plan, Weigh
 
 // A plan of a grid with no cell above `limit`, in which many rows stay on their rank; by sample. Starts with the rows of
 // each rank in its own steps. Nothing if swaps find no such plan.
-inline std::optional<Indices> near_ranks_of_many(const Request& request, const Problem& problem, Weight limit) {
+inline std::optional<Indices> cells_near_ranks(const Request& request, const Problem& problem, Weight limit) {
   const Weights sizes = sizes_of(request);
   const Home home = home_by_row(request, problem.order, sizes);
   const auto lowered_from = [&](Weight fraction) {
@@ -308,18 +304,16 @@ inline std::optional<Indices> near_home_of_many(const Request& request, Problem&
   const Cap cap = request.cap();
   if (!cap.keeps(request.home, num_parts)) return std::nullopt;
   const Weights loads = sum_by_rank(request.home, request.workloads, num_parts);
-  const Weight home_load = problem.speeds.largest_time(loads.data(), loads.size());
   const Indices counts = count_per_part(request.home, num_parts);
-  const bool even = problem.limits.keep(counts);
-  if (home_load <= bound && !even && request.home_splits) return std::nullopt;
-  if (home_load <= bound || (even && home_load <= limit)) return request.home;
-  limit = std::min(limit, home_load - 1);
+  const AtHome at_home{problem.speeds.largest_time(loads.data(), loads.size()), problem.limits.keep(counts),
+                       request.home_splits};
+  if (at_home.stays(bound, limit)) return request.home;
   problem.aim(limit);
   const Weights sizes = sizes_of(request);
   const auto by_row = [&] { return home_by_row(request, problem.order, sizes); };
   const bool few_rows = request.equal_size || *std::max_element(counts.begin(), counts.end()) <= kMaxRounds;
   Indices start = request.home;
-  if (!even || !few_rows) {
+  if (!at_home.even || !few_rows) {
     start = problem.by_sample(start_at_home(problem, limit, by_row()));
     if (!cap.keeps(start, num_parts)) return std::nullopt;
   }

@@ -226,27 +226,37 @@ inline Indices near_home(const Problem& problem, const Indices& plan, Indices st
   return std::move(*repaired);
 }
 
-// A plan whose largest load is within 1 + slack of that of `assignment`, with many rows at home; by sample.
-//
-// Never worse than home: if home keeps the cap and `assignment` does not lower its largest load, or breaks the cap, the
-// result is home itself, whatever its counts. Where groups are split at home, rows move anyhow, and counts are kept.
+// Home as a plan, which other plans must be better than. A home that keeps the cap beats all plans that do not.
+struct AtHome {
+  Weight load;  // the largest load or time; in a grid their sum over the steps
+  bool even;    // whether its counts are within the limits
+  bool splits;  // see Request
+
+  // Whether rows stay at home, given the load of the best plan, and `limit`, which a plan near home may reach: if no plan
+  // lowers the load, whatever the counts at home, or if home is within the limit with even counts. Where groups are split,
+  // rows move anyhow, so that uneven counts are not kept. If rows move, lowers `limit` below the load of home.
+  bool stays(Weight best, Weight& limit) const {
+    if (splits && !even) return false;
+    if (best >= load || (even && load <= limit)) return true;
+    limit = std::min(limit, load - 1);
+    return false;
+  }
+};
+
+// A plan whose largest load is within 1 + slack of that of `assignment`, with many rows at home, or home itself; by sample.
 inline Indices keep_rows_home(Problem& problem, Indices assignment, const Request& request, const Cap& cap) {
   const Index num_parts = problem.num_parts;
   const Weight best_load = problem.time(take(assignment, problem.order));
-  const Weight home_load = problem.time(take(request.home, problem.order));
+  const AtHome at_home{problem.time(take(request.home, problem.order)), problem.keeps_limits(request.home),
+                       request.home_splits};
   Weight load_limit = with_slack(best_load, request.slack);
-  const bool even = problem.keeps_limits(request.home);
   if (cap.keeps(request.home, num_parts)) {
-    const bool no_gain = best_load >= home_load, keeps_counts = request.home_splits && !even;
-    if (!cap.keeps(assignment, num_parts) || (no_gain && !keeps_counts) || (even && home_load <= load_limit)) {
-      return request.home;
-    }
-    if (!no_gain) load_limit = std::min(load_limit, home_load - 1);
+    if (!cap.keeps(assignment, num_parts) || at_home.stays(best_load, load_limit)) return request.home;
   }
   problem.aim(load_limit);
   const Home home = home_by_row(request, problem.order, sizes_of(request));
-  const bool stays = even && (problem.equal_size || problem.is_few());
-  Indices start = stays ? home.parts : start_at_home(problem, load_limit, home);
+  const bool fits = at_home.even && (problem.equal_size || problem.is_few());
+  Indices start = fits ? home.parts : start_at_home(problem, load_limit, home);
   return problem.by_sample(near_home(problem, take(assignment, problem.order), std::move(start), home, load_limit,
                                      cap.in_order(problem.order)));
 }
