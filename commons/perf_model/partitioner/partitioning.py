@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from commons.checks import as_count
 from commons.perf_model.loads import imbalance, sum_by_rank, times_of
 from commons.perf_model.partitioner import core
 from commons.perf_model.partitioner.arguments import CheckedArguments, plan_of
-from commons.perf_model.partitioner.inputs import as_home, as_int64_workloads
+from commons.perf_model.partitioner.inputs import as_home
 
 
 class Dealt:
@@ -179,9 +178,9 @@ def refine(
         >>> refine([5, 4, 3, 2], [0, 0, 1, 1], 2).tolist()
         [1, 0, 0, 1]
     """
-    weights = as_int64_workloads(workloads)
-    home = as_home(assignment, len(weights), as_count(k_partitions, "k_partitions", 1), "assignment")
-    given = CheckedArguments(weights, k_partitions, equal_size=False, tokens=tokens, max_tokens=max_tokens, home=home)
+    given = CheckedArguments(workloads, k_partitions, equal_size=False, tokens=tokens, max_tokens=max_tokens)
+    home = as_home(assignment, given.num_rows, given.num_parts, "assignment")
+    given.home = core.address(home)
     if len(home) == 0:
         return home
     sizes = given.arrays["tokens"]

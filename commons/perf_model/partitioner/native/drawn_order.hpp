@@ -15,8 +15,7 @@ inline std::uint64_t mixed(std::uint64_t value) {
 // 2^64 / golden ratio, the increment of splitmix64.
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-// 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64 (Steele, Lea and Flood, "Fast splittable
-// pseudorandom number generators", 2014).
+// 0, 1, ..., size - 1 in a random order: Fisher-Yates with splitmix64.
 inline Weights shuffled(Weight size, std::uint64_t seed) {
   Weights order(size);
   std::iota(order.begin(), order.end(), Weight{0});

@@ -97,10 +97,7 @@ class GridPlanner {
 
   Candidate candidate(Indices cells) const {
     const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
-    Weights largest(request_.num_steps);
-    for (Index step = 0; step < request_.num_steps; ++step) {
-      largest[step] = problem_.speeds.largest_time(loads.data(), loads.size(), step, request_.num_steps);
-    }
+    Weights largest = problem_.speeds.times_of_steps(loads.data(), loads.size(), request_.num_steps);
     const Weight most_tokens = request_.most_tokens(cells, num_cells_);
     return {std::move(cells), std::move(largest), most_tokens};
   }

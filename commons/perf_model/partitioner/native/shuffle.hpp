@@ -1,7 +1,5 @@
 // Plans where the rows of a global batch, or of a window of batches, are trained, and decides whether the gain is worth
 // moving rows. commons/perf_model/shuffle_plan.py explains the options.
-//
-// A place is a rank and a step, rank * steps + step; for one batch it is a rank.
 #pragma once
 
 #include "gathered_rows.hpp"
@@ -106,11 +104,7 @@ class ShufflePlanner {
 
   // The sum over the steps of the largest time.
   Weight time_of(const Weight* loads) const {
-    Weight time = 0;
-    for (Weight step = 0; step < rows_.steps; ++step) {
-      time += speeds_.largest_time(loads, rows_.num_places, step, rows_.steps);
-    }
-    return time;
+    return sum_of(speeds_.times_of_steps(loads, rows_.num_places, rows_.steps));
   }
 
   // By how many tokens the fullest place exceeds the cap.

@@ -62,6 +62,12 @@ class Speeds {
     }
     return empty() ? loads[last] : time(loads[last], of_[last]);
   }
+  // By step the largest time of its cells, where every rank has `steps` consecutive cells.
+  Weights times_of_steps(const Weight* loads, std::size_t size, std::size_t steps) const {
+    Weights times;
+    for (std::size_t step = 0; step < steps; ++step) times.push_back(largest_time(loads, size, step, steps));
+    return times;
+  }
   // The base of every partition for a target `time`.
   Weights bases(Weight time) const {
     Weights bases(of_.size());
