@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from commons.distributed.engine.engine import Starter
 from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.stats import ShuffleStats
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
+
+logger = logging.getLogger(__name__)
 
 
 class BalancedPipeline:
@@ -50,6 +53,7 @@ class BalancedPipeline:
         self._stats: deque[Callable[[], ShuffleStats | None]] = deque()  # functions that read the stats, in flight
         self._read_stats: Callable[[], ShuffleStats | None] = no_stats
         self._broken_by: str | None = None
+        self._has_warned = False  # of an iterator that had ended
         self._starter = Starter(type(self).__name__, self.starts_on_thread)
 
     @property
@@ -101,6 +105,15 @@ class BalancedPipeline:
         except StopIteration:
             error = look_ahead.take_error()
             if error is None:
+                if look_ahead.end_was_raised and not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "%s got an iterator again whose data have ended, and trains nothing of it; torch's DataLoader "
+                        "with persistent_workers=True returns the same iterator in every epoch: pass (batch for batch "
+                        "in dataloader) instead of iter(dataloader)",
+                        type(self).__name__,
+                    )
+                look_ahead.end_was_raised = True
                 raise
         except BaseException as caught:
             self._broken_by = f"{type(caught).__name__}: {caught}"

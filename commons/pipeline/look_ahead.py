@@ -97,6 +97,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         source: the rank's own iterator.
         ended: whether no rank has a batch left, or a rank has failed.
         has_failed: whether the iterator ended by an error, which `take_error` has returned.
+        end_was_raised: whether a pipeline that reads it has raised StopIteration.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._handed_out = handed_out
         self.ended = False
         self.has_failed = False
+        self.end_was_raised = False
         self._error: Exception | None = None
         self._shuffler = shuffler
         self._pg_group = pg_group
@@ -119,8 +121,9 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._kept: Any | None = None
         self._exhausted = False
         if previous is not None:
-            # Do not read again from a source that has ended: it might block, or start again.
-            self._exhausted = previous.source is source and previous._exhausted
+            # Do not read again, after an error, from a source that has ended: it might block, or start again.
+            has_more = not previous.ended or previous.has_failed or previous._error is not None
+            self._exhausted = previous.source is source and previous._exhausted and has_more
             previous.abandon()
 
     def __next__(self) -> ShufflingBatch:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -75,9 +76,34 @@ def test_the_batch_that_was_read_ahead_comes_before_those_of_the_next_iterator()
         next(replaced := LookAhead(first, shuffler))
         following = LookAhead(second, shuffler, previous=replaced)
         assert [int(batch.sample_id) for batch in following] == [2, 11, 12]
-        assert not list(LookAhead(second, shuffler, previous=following))  # as after an error of another rank
+        following.has_failed = True  # by an error of another rank
+        assert not list(LookAhead(second, shuffler, previous=following))
         shuffler.drain()
     assert (first.read, second.read) == (2, 3)  # the end was reached once
+
+
+class _SameForEveryEpoch(Iterator):
+    """Starts again when `iter` is called, like the iterator of a DataLoader with persistent_workers=True."""
+
+    def __iter__(self):
+        self.batches = iter([models.make_batch([row], 1) for row in (1, 2)])
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+def test_an_iterator_that_starts_again_with_the_next_epoch(caplog):
+    loader, (model, optimizer) = _SameForEveryEpoch(), models.build_plain()
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = balanced(TrainPipelineBase)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        steps = [sum(1 for _ in steps_of(pipeline, iter(loader))) for _ in range(3)]  # as with TorchRec's own
+        assert steps == [2, 0, 0] and caplog.text.count("pass (batch for batch in dataloader)") == 1
+        assert [sum(1 for _ in steps_of(pipeline, (batch for batch in loader))) for _ in range(2)] == [2, 2]
+        pipeline.reset()
+        assert sum(1 for _ in steps_of(pipeline, iter(loader))) == 2
+        assert [len(list(balanced_iter(iter(loader), shuffler))) for _ in range(2)] == [2, 2]
+        shuffler.drain()
 
 
 def test_no_rank_has_data(two_ranks):
