@@ -75,8 +75,9 @@ def pack_rows(
     """Concatenate the rows of a batch into one row.
 
     Tokens must not attend to other rows: position ids restart in every row, and `cu_seqlens` separates the rows in
-    attention, or a mask for models that do not take `cu_seqlens`. The first label of every row becomes `ignore_index`,
-    because a causal model would predict it from the last token of the row before.
+    attention, or a mask for models that do not take `cu_seqlens`. The batch's own position ids are replaced; they must
+    count up by 1 in every row. The first label of every row becomes `ignore_index`, because a causal model would
+    predict it from the last token of the row before.
 
     Args:
         batch: dict or TensorDict of tensors, in one of two forms. Padded, as Hugging Face's models take it:
@@ -93,7 +94,8 @@ def pack_rows(
     Raises:
         ValueError: neither an attention mask nor nested tensors, nested tensors of different lengths, ragged in another
             dimension, with gaps or with values outside their rows, a mask that is not `(rows, width)`, no token at all,
-            `input_ids` of another form than the tokens, an unknown kind of mask, or `pad_to_multiple_of` below 1.
+            `input_ids` of another form than the tokens, `position_ids` of another form or that do not count up by 1 in
+            a row, an unknown kind of mask, or `pad_to_multiple_of` below 1.
         TypeError: the batch is neither a dict nor a TensorDict, or its attention mask is no tensor.
 
     Examples:
@@ -137,6 +139,7 @@ def pack_rows(
         if name == "labels":
             flat[starts[lengths > 0]] = ignore_index  # a copy since torch.cat
         inputs[name] = flat.unsqueeze(0)
+    _require_counted_positions(fields.get("position_ids"), shape, places, row[:num_tokens])
     inputs["position_ids"] = (token - starts[row]).unsqueeze(0)
     if mask is not None:
         sees = row.unsqueeze(1) == row.unsqueeze(0)
@@ -194,6 +197,31 @@ def _require_tensor(value: Any, name: str) -> None:
         raise TypeError(
             f"{name} is {kind_of(value)}; it must be a tensor (rows, width): convert it, or let the tokenizer return "
             "tensors (return_tensors='pt')"
+        )
+
+
+def _require_counted_positions(
+    positions: Any, shape: tuple[int, int] | None, places: torch.Tensor, row: torch.Tensor
+) -> None:
+    """Raise ValueError for position ids that do not count the tokens of a row; `row` `(tokens,)` is each token's."""
+    if not isinstance(positions, torch.Tensor):
+        return
+    flat = positions
+    if positions.is_nested:
+        flat = positions.values()
+    elif shape is not None and tuple(positions.shape) in (shape, (1, shape[1])):
+        flat = positions.expand(shape).flatten().index_select(0, places)
+    if flat.shape != row.shape:
+        raise ValueError(
+            f"position_ids have shape {tuple(positions.shape)}; the packed row counts the tokens of every row from 0: "
+            "pass other positions under another name, (rows, width, ...), and leave out position_ids"
+        )
+    wrong = ((flat.diff() != 1) & (row.diff() == 0)).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"position_ids do not count up by 1 in row {int(row[wrong[0]])}; the packed row counts the tokens of every "
+            "row from 0, and attention separates rows: make every sequence a row, or leave out position_ids if a row "
+            "is one sequence"
         )
 
 

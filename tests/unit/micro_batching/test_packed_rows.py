@@ -127,6 +127,7 @@ def test_nested_tensors_whose_values_are_not_their_tokens():
 def test_other_fields_are_kept():
     batch = {**padded([2, 3]), "names": ["a", "b"], "settings": ("x",)}
     packed = pack_rows(batch)
+    assert pack_rows({**batch, "position_ids": torch.arange(3).unsqueeze(0)}).inputs["position_ids"].shape == (1, 5)
     assert packed.inputs["names"] == ["a", "b"] and packed.inputs["settings"] == ("x",)
     assert batch["labels"][0, 0] == 0  # the batch itself is not written to
 
@@ -147,6 +148,16 @@ PIXELS = torch.nested.nested_tensor([torch.ones(5)], layout=torch.jagged)
         ),
         ({**padded([2]), "input_ids": [[5, 6]]}, {}, r"input_ids is a list, attention_mask has shape \(1, 2\); every"),
         ({**padded([2]), "image": PIXELS}, {}, r"input_ids has shape \(1, 2\), other fields are nested tensors; every"),
+        (
+            {**padded([2, 3]), "position_ids": torch.zeros(2, 3, 3)},  # three positions per token, as of images
+            {},
+            r"position_ids have shape \(2, 3, 3\); .*: pass other positions under another name",
+        ),
+        (
+            {**padded([2, 4]), "position_ids": torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1]])},  # the row holds two
+            {},
+            "position_ids do not count up by 1 in row 1; .*: make every sequence a row",
+        ),
         (padded([2]), {"mask": "full"}, "mask is 'full'; it must be 'block_diagonal', 'causal' or None"),
         (padded([2]), {"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0; it must be an integer of at least 1"),
     ],
