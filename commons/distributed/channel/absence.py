@@ -15,7 +15,7 @@ import datetime
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
@@ -254,8 +254,10 @@ class NamedCollectives:
         self._is_issuing = False
         self._places: list[str] = []  # the collectives that threads of this rank wait in
 
-    def wait(self, work: Awaited, step: int | None, what: str, *, on_host: bool = True) -> None:
-        """Wait for a collective, and check the store once per second for a failure on another rank.
+    def wait(
+        self, issued: Awaited | Callable[[], Awaited], step: int | None, what: str, *, on_host: bool = True
+    ) -> None:
+        """Wait for a collective, or issue and wait; check the store once per second for a failure on another rank.
 
         When a rank dies, gloo fails at once on its neighbours, but on the other ranks only after the timeout. The
         check ends their wait too, so that they are not reported as missing.
@@ -269,6 +271,8 @@ class NamedCollectives:
         own_wait = self._enter(step, what)
         try:
             self._raise_known()
+            # The call of a collective fails too, for example with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+            work = issued() if callable(issued) else issued
             while True:
                 try:
                     if on_host:

@@ -218,8 +218,8 @@ class ControlChannel(NamedCollectives):
         # numpy, because torch calls release the GIL.
         for ring in pair.rings:
             gathered = np.empty(ring.size() * len(values), dtype=np.int64)
-            into, own = torch.from_numpy(gathered), torch.from_numpy(values)
-            self.wait(all_gather_single(into, own, group=ring, async_op=True), step, what)
+            tensors = torch.from_numpy(gathered), torch.from_numpy(values)
+            self.wait(functools.partial(all_gather_single, *tensors, group=ring, async_op=True), step, what)
             values = gathered
         return values.reshape(self.world_size, -1)
 
@@ -236,7 +236,8 @@ class ControlChannel(NamedCollectives):
             return numbers
         source = torch.from_numpy(numbers)
         result = torch.empty_like(source)
-        self.wait(dist.all_to_all_single(result, source, group=self.control_group, async_op=True), step, what)
+        issue = functools.partial(dist.all_to_all_single, result, source, group=self.control_group, async_op=True)
+        self.wait(issue, step, what)
         return result.numpy()
 
     @property

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from commons.dispatch.exchange import EXCHANGE, DispatchChannel
+from commons.distributed.channel import agree
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.engine.shuffle_session import ShuffleSession
@@ -332,6 +333,17 @@ def test_ranks_that_wait_for_rows_end_with_the_error_of_the_one_that_failed(own_
             else:
                 quoted = "rank 1 failed in the exchange of step 0: OutOfMemoryError: tried to allocate 7 GiB"
                 assert text == f"RankMissingError: {quoted}" and aborted == hangs_in_the_call
+
+
+@on("ranks", timeout=100)  # a sixth of the shuffler's
+def test_a_collective_that_cannot_be_called_is_reported_on_every_rank():
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch compares the calls of the ranks before it starts a collective."""
+    shuffler = _used_shuffler()
+    with on_rank(1, mock.patch.object(agree, "all_gather_single", side_effect=RuntimeError("ranks call differently"))):
+        said = error_of(shuffler.shuffle, my_batch(1))
+    assert said == "RankMissingError: rank 1 failed in the gather of step 1: ranks call differently"
+    assert said == error_of(shuffler.shuffle, my_batch(2))
+    shuffler.close()
 
 
 @on("ranks", timeout=100)  # a sixth of the shuffler's
