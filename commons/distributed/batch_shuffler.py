@@ -193,7 +193,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             batch's own and the number of real rows.
 
         Raises:
-            ValueError: a handle used twice or with another batch, or no rank had a batch.
+            ValueError: a handle of another shuffler, used twice or with another batch, or no rank had a batch.
             RuntimeError: the shuffler is closed.
             Exception: an error of any rank, raised on all.
         """

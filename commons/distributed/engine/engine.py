@@ -171,6 +171,11 @@ class ShuffleEngine:
         prepared, session = handle.prepared(), handle.session
         handle.schema()  # raises if the data has ended, on all ranks
         with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there
+            if session not in self._sessions.values():
+                raise ValueError(
+                    f"the handle of step {handle.step} is of another shuffler; its groups and stats are there: finish "
+                    "a shuffle with the shuffler that started it"
+                )
             handle.take(batch)
         self._device = batch_device(batch)
         started = time.perf_counter()
