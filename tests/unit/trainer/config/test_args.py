@@ -70,6 +70,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
         ),
         (
+            RANK_0 | {"balance_batch": True, "shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
+            "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
+        ),
+        (
             SAMPLER | {"shuffler": ShufflerOptions(equal_size=False)},
             "balance_sampler is True, budget_per_rank is None and shuffler.equal_size is False; .* set budget_per_rank",
         ),
@@ -95,6 +99,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",
         ),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
+        ({"peak_tflops": True}, "peak_tflops is True; it is the positive rate"),
         ({"sinks": ("graphite",)}, "sinks has 'graphite'; sinks are tensorboard, wandb, mlflow, opentelemetry"),
         ({"overwrite": True, "ckpt_load_dir": "x"}, "overwrite is True and ckpt_load_dir is 'x'; .*: give one of the"),
     ],
@@ -118,11 +123,24 @@ def test_limits_are_allowed_and_rules_hold_only_where_they_matter():
         {"optimization": OptimizationArgs(min_lr_ratio=1.0)},
         {"profile_step_start": 5, "profile_step_end": 6},
         off | SAMPLER,
+        SAMPLER | {"shuffler": ShufflerOptions(calibration="gpu.toml")},
         {"shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
         SAMPLER | WINDOW,
     ):
         args = TrainerArgs(**({"train_batch_size": 4, "eval_batch_size": 4} | changes))
         assert {name: getattr(args, name) for name in changes} == changes
+    assert [TrainerArgs(4, 4, **SHUFFLER, shuffle_window=window).balancing for window in (1, 2)] == [
+        "batches",
+        "windows",
+    ]
+
+
+def test_a_loader_gets_the_options_of_its_kind_of_data():
+    lengths, columns = LengthDistribution("zipf", alpha=1.2), EventColumns(item="movie")
+    drawn = DatasetArgs("random", 4, num_batches=3, length_distribution=lengths).loader_options()
+    assert (drawn["num_batches"], drawn["length_distribution"]) == (3, lengths) and "columns" not in drawn
+    read = DatasetArgs("parquet", 4, columns=columns).loader_options()
+    assert read["columns"] == columns and "num_batches" not in read
 
 
 def test_a_global_batch_replaces_the_batch_of_a_rank():

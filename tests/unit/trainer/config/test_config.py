@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from commons.parser import wrapped_help
+from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.files import find_config
 from commons.trainer.config.load import load_config, load_config_file
 from commons.trainer.optimize.optimizers import build_optimizer
@@ -273,6 +274,10 @@ def test_no_number_is_absurd(tmp_path, config_class):
         ),
         (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
+        (
+            ["--project", "a"],
+            "^Unrecognized options: --project, a; .* --trainer.sink-options.mlflow.project or --trainer",
+        ),
         (["--import", "no_module"], "^import names 'no_module', which is neither installed nor in "),
     ],
 )
@@ -281,6 +286,21 @@ def test_a_mistake_in_a_flag_is_one_line(tmp_path, flags, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_config(TrainConfig, argv)
     assert "\n" not in str(caught.value)
+
+
+def test_a_module_registers_names_of_the_config_and_a_flag_replaces_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "pipelines_of_mine", raising=False)
+    monkeypatch.setattr(TrainPipelineFactory, "_makers", dict(TrainPipelineFactory._makers))
+    (tmp_path / "pipelines_of_mine.py").write_text(
+        "from commons.pipeline import TrainPipelineFactory\nTrainPipelineFactory.register('mine', lambda **_: None)\n"
+    )
+    mine = TOML.replace("eval_batch_size = 8", 'eval_batch_size = 8\npipeline_type = "mine"')
+    path = write(tmp_path, 'imports = ["pipelines_of_mine"]' + mine)
+    assert load_config(TrainConfig, ["--config", str(path)]).trainer.pipeline_type == "mine"
+    path = write(tmp_path, 'imports = ["no_module"]' + mine)
+    config = load_config(TrainConfig, ["--config", str(path), "--import", "pipelines_of_mine"])
+    assert config.imports == ("pipelines_of_mine",)
 
 
 def test_adam_is_as_the_config_says(tmp_path):
