@@ -278,6 +278,7 @@ def test_no_number_is_absurd(tmp_path, config_class):
             ["--project", "a"],
             "^Unrecognized options: --project, a; .* --trainer.sink-options.mlflow.project or --trainer",
         ),
+        (["--trainer.run-dir", "dropout", "--bogus", "1"], "^Unrecognized options: --bogus"),  # a value is no flag
         (["--import", "no_module"], "^import names 'no_module', which is neither installed nor in "),
     ],
 )
