@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from commons.checks import require_at_least, require_one_of
+from commons.checks import require_at_least
 from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -89,7 +89,6 @@ class TrainConfig:
                 f"dataset_name is {self.dataset.dataset_name!r}, whose items are semantic IDs; HSTU trains on "
                 f"{', '.join(HSTU_DATASETS)}: choose one of these, or train sid_gr"
             )
-        require_one_of("dataset_name", self.dataset.dataset_name, HSTU_DATASETS)
         if self.task == "retrieval" and self.dataset.max_num_candidates > 0:
             raise ValueError(
                 f"task is 'retrieval' and max_num_candidates is {self.dataset.max_num_candidates}; retrieval predicts "

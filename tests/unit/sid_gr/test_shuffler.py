@@ -113,7 +113,6 @@ HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
         (lambda: train_config(CLIPPED, **HALVES), "computes only the norm of its own part"),
         (lambda: train_config(shuffler_type="sidgr"), "shuffler_type is 'sidgr'; registered are"),
         (lambda: train_config(dataset_name="ml-1m"), "is 'ml-1m', .* no semantic IDs; .*write 'sid-ml-1m'"),
-        (lambda: train_config(dataset_name="sid-ml1m"), "is 'sid-ml1m'; .* 'sid-random', 'sid', .*: write 'sid-ml-1m'"),
     ],
 )
 def test_settings_are_checked(make, message):
