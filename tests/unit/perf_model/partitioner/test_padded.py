@@ -114,6 +114,11 @@ def test_steps_are_near_the_least_sum():
         assert limit == least_sum(work, 12, 1, math.inf)
         over.append(sum_of_steps(work, groups, 3) / least_sum(work, 4, 3, limit))
     assert min(over) >= 1 and np.mean(over) < 1.01 and max(over) < 1.1
+    # Here the groups of the least largest cost, cut into steps as they are, take the least time.
+    drawn = "575 366 319 141 112 107 91 72 58 41 36 33 32 32 31 30 28 25 25 25 24 23 23 22 22 21 21 19 19"
+    work = list(map(int, drawn.split()))
+    groups = padded_groups(work, num_groups=8, steps=4)
+    assert sum_of_steps(work, groups, 4) == least_sum(work, 2, 4, max(costs_of(work, groups)))
 
 
 @given(work=WORK, extra=st.integers(0, 100), max_rows=st.none() | st.integers(1, 9))
