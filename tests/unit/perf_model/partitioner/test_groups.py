@@ -92,6 +92,10 @@ def test_counts_are_equal_if_a_window_as_loaded_splits_a_group():
     assert np.bincount(grid.assignment * 2 + grid.step).tolist() == [2] * 6
     known, _ = gathered(np.where(groups == 0, 10**6, 0), np.ones(12), groups, home * 2 + step, 3, 2)
     assert np.bincount(plan_shuffle(known, has_groups=True, slack=0.01).destination).tolist() == [2] * 6
+    # Groups on one rank, but in two steps; all of them count as loaded in the first.
+    groups, home = np.arange(12) % 6, [0, 0, 0, 1, 1, 2] * 2
+    grid = partition_grid(np.where(groups == 0, 10**6, 0), 3, 2, groups=groups, home=home, home_step=step)
+    assert not np.ptp(np.bincount(grid.assignment * 2 + grid.step, minlength=6).reshape(3, 2), axis=0).any()
 
 
 def test_a_cap_that_equal_counts_of_split_groups_cannot_keep_wins():
