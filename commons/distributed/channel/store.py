@@ -26,9 +26,9 @@ from commons.distributed.errors import first_line
 
 T = TypeVar("T")
 
-# By store, another client of it for the thread here, at most one: a client makes one call at a time, and while torch
-# makes groups it waits in its own client for the other ranks.
-_OWN_CLIENTS: weakref.WeakKeyDictionary[dist.Store, list[dist.Store]] = weakref.WeakKeyDictionary()
+# By store, another client of it for the thread here, at most one; None if the store has none. A client makes one call
+# at a time, and while torch makes groups it waits in its own client for the other ranks.
+_OWN_CLIENTS: weakref.WeakKeyDictionary[dist.Store, list[Future[dist.Store | None]]] = weakref.WeakKeyDictionary()
 
 # Seconds that the store may take to reply; it usually takes milliseconds.
 REPLY_SECONDS = 3.0
@@ -71,8 +71,8 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
         try:
             _require_listening(store)
             if not own:
-                own.append(_clone(store))
-            return call(own[0])
+                own.append(_CONNECTOR.submit(lambda: _clone(store)))
+            return call((own[0].done() and own[0].result()) or store)
         except (RuntimeError, ConnectionError) as error:
             host = _describe_host()
             remedy = f": {first_line(error)}" if host is None else f"; {host} hosts it and has ended: see the log there"
@@ -81,11 +81,11 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
     return _WORKER.submit(run)
 
 
-def _clone(store: dist.Store) -> dist.Store:
+def _clone(store: dist.Store) -> dist.Store | None:
     try:
         return store.clone()  # type: ignore[attr-defined]
-    except (RuntimeError, NotImplementedError):  # a user's own store
-        return store
+    except (RuntimeError, NotImplementedError):  # a user's own store, or its host has ended
+        return None
 
 
 def ends_with_rank() -> int | None:
@@ -126,6 +126,8 @@ def break_off() -> None:
 
 # The end of the program waits at most a second for a thread whose host does not reply.
 _WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
+# Connects the own clients: torch resolves the host's name, which takes seconds where no DNS server replies.
+_CONNECTOR = DaemonWorker("evenrank-store-client", exit_seconds=1.0)
 
 
 def _describe_host() -> str | None:

@@ -34,6 +34,25 @@ def test_answers_come_from_the_default_store(store):
     assert _fails(CollectiveWait("gather", "key")) and not CollectiveWait("gather", "other").has_failed_elsewhere()
 
 
+def test_calls_do_not_wait_until_their_own_client_is_connected(store):
+    """Connecting waits for the name server; until then, calls go to torch's client."""
+    name_is_known = threading.Event()
+
+    def clone(given):
+        name_is_known.wait(30)
+        return given.clone()
+
+    with mock.patch.object(store_module, "_clone", clone):
+        assert call_store(lambda each: each) is store
+        assert call_store(lambda each: each.check(["key"]), seconds=20) is False
+        name_is_known.set()
+        assert store_module._CONNECTOR.drain(30)
+        own = call_store(lambda each: each)
+    assert own is not store and own is call_store(lambda each: each)
+    own.set("key", "value")
+    assert store.get("key") == b"value"
+
+
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     go_on, wait = threading.Event(), CollectiveWait("gather", "key")
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):
