@@ -31,6 +31,8 @@ def take_python_scalars(settings: Any) -> None:
     ValueError for a field of type bool with another value than True or False.
     """
     for each in fields(settings):
+        if not hasattr(settings, each.name):  # a subclass sets it later
+            continue
         value = getattr(settings, each.name)
         if isinstance(value, np.generic):
             object.__setattr__(settings, each.name, value.item())

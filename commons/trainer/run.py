@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -199,8 +200,8 @@ def _claim_folder(config: Any) -> None:
     elif not (args.overwrite or _continues_run(folder, args)):
         load, why = args.ckpt_load_dir, ""
         if load:
-            problem = "is not the ckpt_save_dir in its config.json" if holds_checkpoint(load) else "has no checkpoint"
-            why = f", and ckpt_load_dir {load} {problem}"
+            of_another = "is neither the ckpt_save_dir nor the ckpt_load_dir in its config.json"
+            why = f", and ckpt_load_dir {load} {of_another if holds_checkpoint(load) else 'has no checkpoint'}"
         raise ValueError(
             f"run_dir {args.run_dir} already contains a run{why}; a folder may contain only one run: give another "
             "--trainer.run-dir, remove the old run with --trainer.overwrite, or continue it from its checkpoints with "
@@ -212,14 +213,21 @@ def _continues_run(folder: Path, args: TrainerArgs) -> bool:
     """Whether a run with these settings continues the run in the folder, or starts it again."""
     try:
         before = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))["trainer"]
-        saved = {folder_of(before["ckpt_save_dir"])} if before["ckpt_save_interval"] > 0 else set()
-        loaded = {folder_of(before["ckpt_load_dir"])} if before["ckpt_load_dir"] else set()
+        saved = _places_of(before, "ckpt_save_dir") if before["ckpt_save_interval"] > 0 else set()
+        loaded = _places_of(before, "ckpt_load_dir") if before["ckpt_load_dir"] else set()
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        # The folder does not say which checkpoints are its run's.
+        return bool(args.ckpt_load_dir) and holds_checkpoint(args.ckpt_load_dir)
     if args.ckpt_load_dir and holds_checkpoint(args.ckpt_load_dir):
-        return folder_of(args.ckpt_load_dir) in saved | loaded
+        return not (saved | loaded).isdisjoint(_places_of(vars(args), "ckpt_load_dir"))
     # A run that ended before its first checkpoint starts again when its command is repeated.
-    return bool(args.ckpt_load_dir) and folder_of(args.ckpt_save_dir) in saved
+    return bool(args.ckpt_load_dir) and not saved.isdisjoint(_places_of(vars(args), "ckpt_save_dir"))
+
+
+def _places_of(settings: Mapping[str, Any], name: str) -> set[str]:
+    """A folder of checkpoints by its absolute path, and by that from the run folder, for a run that was moved."""
+    folder = folder_of(settings[name])
+    return {str(folder), os.path.relpath(folder, Path(settings["run_dir"]).resolve())}
 
 
 def _remove(folder: Path, *patterns: str) -> None:

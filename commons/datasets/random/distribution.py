@@ -62,6 +62,10 @@ class RandomDistribution:
             raise ValueError(
                 f"dist_type is {self.dist_type!r}; known distributions are {', '.join(_NEEDS)}: choose one of them"
             )
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            if isinstance(bound, float) and bound.is_integer():  # such as 1e3
+                object.__setattr__(self, name, int(bound))
         as_count(self.low, "low", 0)
         if self.high is not None and as_count(self.high, "high", 0) < self.low:
             raise ValueError(f"high is {self.high}, low is {self.low}; high must not be lower: raise high or lower low")

@@ -12,7 +12,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
+import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from commons.distributed.channel.groups import MakingOfGroups, number_channel, out_of_reach
-from commons.distributed.channel.meeting import key_of
 from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
@@ -123,7 +124,7 @@ class FailedChannel:
     """
 
     def __init__(self, key: str, members: Sequence[int]) -> None:
-        self._key, self._members = key, members
+        self.key, self._members = key, members
         self._failed_key, self._failure_key = f"{key}/failed", f"{key}/failure"
         self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(members)
         self._has_left = threading.Event()
@@ -186,14 +187,14 @@ class FailedChannel:
         return call_store(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def _key_of(self, rank: int) -> str:
-        return f"{self._key}/{rank}"
+        return f"{self.key}/{rank}"
 
     def _count(self, name: str) -> None:
-        call_store(lambda store: store.add(f"{self._key}/count of {name}", 1))
+        call_store(lambda store: store.add(f"{self.key}/count of {name}", 1))
 
     def _await_count(self, name: str, number: int, seconds: float) -> None:
         """Wait until a count reaches `number`, the time is over, or `leave` is called."""
-        deadline, key = time.monotonic() + seconds, f"{self._key}/count of {name}"
+        deadline, key = time.monotonic() + seconds, f"{self.key}/count of {name}"
         while call_store(lambda store: store.add(key, 0)) < number and time.monotonic() < deadline:
             if self._has_left.wait(self._pause):
                 return
@@ -247,7 +248,11 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        self.failed = FailedChannel(f"{key_of(self.members)}/{number_channel(self.members)}", self.members)
+        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
+        # torchrun's store may outlast its attempts, with the keys of earlier ones.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        key = f"evenrank/attempt {attempt}/{digest}/{number_channel(self.members)}"
+        self.failed = FailedChannel(key, self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()

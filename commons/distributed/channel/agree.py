@@ -37,6 +37,7 @@ from commons.distributed.channel.groups import (
     with_payload,
 )
 from commons.distributed.channel.store import is_beside_host
+from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.errors import capture_error, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.options import ShufflerOptions, timeout_error
 from commons.distributed.process_group import all_gather_single, resolve_process_group
@@ -84,7 +85,8 @@ class ControlChannel(NamedCollectives):
         self.names: Sequence[int] = self.members
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
-            self._groups = self._make(lambda: acquire_groups(group, timeout))
+            self._barrier = barrier = StoreBarrier(self.failed.key, self.world_size, timeout)
+            self._groups = self._make(lambda: acquire_groups(group, barrier))
             if self._groups.control is None or self._groups.has_all_to_all is None:
                 self._complete_groups(self._groups, group, moves_rows, pairwise)
 
@@ -101,16 +103,16 @@ class ControlChannel(NamedCollectives):
 
     def _complete_groups(self, pair: GroupPair, group: dist.ProcessGroup, moves_rows: bool, pairwise: bool) -> None:
         """Make and test every group that any rank needs; ranks compare their settings only later."""
-        timeout, ranks = self._timeout, rank_set(self.members)
+        barrier, ranks = self._barrier, rank_set(self.members)
         own = [moves_rows, pairwise, ranks.beside_store is None and is_beside_host()]
         moves, pairs, beside = self.gather(np.array(own, dtype=np.int64), 0, _CONNECTION).T
         if ranks.beside_store is None:
             ranks.beside_store = [rank for rank, is_there in zip(self.members, beside) if is_there]
         if pair.control is None and pairs.any():
-            pair = self._groups = self._make(functools.partial(with_control, pair, group, timeout))
+            pair = self._groups = self._make(functools.partial(with_control, pair, group, barrier))
         for all_to_all in (True, False):
             if moves.any() and pair.has_all_to_all is None:
-                pair = self._groups = self._make(functools.partial(with_payload, pair, group, timeout))
+                pair = self._groups = self._make(functools.partial(with_payload, pair, group, barrier))
                 pair = self._groups = pair._replace(has_all_to_all=self._try(pair, all_to_all))
 
     def _try(self, pair: GroupPair, all_to_all: bool) -> bool | None:
@@ -211,9 +213,9 @@ class ControlChannel(NamedCollectives):
         if pair is None or (group := self._given) is None:
             return values.reshape(1, -1)
         if on_main:
-            timeout = self._timeout
+            barrier = self._barrier
             pair = self._groups_of_main = self._groups_of_main or self._make(
-                lambda: acquire_groups(group, timeout), step, what
+                lambda: acquire_groups(group, barrier), step, what
             )
         # numpy, because torch calls release the GIL.
         for ring in pair.rings:

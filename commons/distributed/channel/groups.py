@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.connections import connections_of, open_sockets
-from commons.distributed.channel.meeting import Meeting, next_meeting
 from commons.distributed.channel.store import break_off
+from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import name_ranks
 from commons.distributed.process_group import all_gather_single
@@ -146,21 +146,24 @@ class MakingOfGroups:
         return self._made.result(0)
 
 
-def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
-    """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order."""
+def acquire_groups(group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair:
+    """Take groups over the ranks of `group` from the pool, or make them; all ranks call this in the same order.
+
+    Their collectives have the timeout of `barrier`.
+    """
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
     fitting = [index for index, pair in enumerate(ranks.ordered) if _fits(pair, group)]
-    pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group, timeout)
+    pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group, barrier)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
             if each is not None:
-                dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), each)
+                dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=barrier.timeout), each)
         return pair
     ranks.num_pairs += 1
     # All ranks make their first ring before their second, so that no rank waits for one that waits in another ring.
     made = [
-        _new_group(ring, group, timeout, backend="gloo", group_desc=_CONTROL)
+        _new_group(ring, barrier, backend="gloo", group_desc=_CONTROL)
         for ring in ring_members(members, dist.get_rank(group))
     ]
     rings = tuple(ring for ring, _ in made)
@@ -168,14 +171,14 @@ def acquire_groups(group: dist.ProcessGroup, timeout: float) -> GroupPair:
     return GroupPair(rings, rings[0] if len(rings) == 1 else None, None, None, ranks.num_pairs - 1, connections)
 
 
-def with_control(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
+def with_control(pair: GroupPair, group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair:
     """Add the gloo group over all ranks to a pair; all ranks call this together."""
     members = dist.get_process_group_ranks(group)
-    control, connections = _new_group(members, group, timeout, backend="gloo", group_desc=_CONTROL)
+    control, connections = _new_group(members, barrier, backend="gloo", group_desc=_CONTROL)
     return pair._replace(control=control, connections=pair.connections | connections)
 
 
-def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> GroupPair:
+def with_payload(pair: GroupPair, group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair:
     """Add a new payload group, whose collectives are not tested, to a pair; all ranks call this together."""
     members = dist.get_process_group_ranks(group)
     if len(members) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
@@ -184,8 +187,8 @@ def with_payload(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> G
     backends, options = dist.get_backend_config(group), dict[str, Any]()
     if backends != dist.get_backend_config(dist.group.WORLD):  # such as a gloo group of ranks that train with NCCL
         options["backend"] = dist.get_backend(group)
-    options["pg_options"] = _nccl_options(backends, timeout)
-    payload, connections = _new_group(members, group, timeout, group_desc=_PAYLOAD, **options)
+    options["pg_options"] = _nccl_options(backends, barrier.timeout)
+    payload, connections = _new_group(members, barrier, group_desc=_PAYLOAD, **options)
     return pair._replace(payload=payload, has_all_to_all=None, connections=pair.connections | connections)
 
 
@@ -208,14 +211,14 @@ def release_groups(
         rank_set(members).unordered[pair.number] = pair
 
 
-def _free_on_all(ranks: RankSet, group: dist.ProcessGroup, timeout: float) -> GroupPair | None:
+def _free_on_all(ranks: RankSet, group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair | None:
     """A pair that every rank has returned, in any order; None for none.
 
-    Ranks meet even if there is no pair yet: if one does not come, no rank makes groups that the others do not count.
+    Ranks wait for each other even if there is no pair yet: if one does not join, no rank makes groups that others do
+    not count.
     """
     returned = ranks.unordered.copy()  # garbage collection, which may return a pair, may run at any line
-    free_here = sorted(number for number, pair in returned.items() if _fits(pair, group))
-    free = next_meeting(dist.get_process_group_ranks(group), timeout).named_by_all(free_here)
+    free = barrier.named_by_all(sorted(number for number, pair in returned.items() if _fits(pair, group)))
     return ranks.unordered.pop(free[0]) if free else None
 
 
@@ -288,22 +291,20 @@ def ring_members(members: Sequence[int], rank: int) -> list[list[int]]:
     return rings
 
 
-def _new_group(
-    members: list[int], group: dist.ProcessGroup, timeout: float, **options: Any
-) -> tuple[dist.ProcessGroup, frozenset[int]]:
-    """Make a group over some ranks of `group`, and return it with its connections if it is a gloo group.
+def _new_group(members: list[int], barrier: StoreBarrier, **options: Any) -> tuple[dist.ProcessGroup, frozenset[int]]:
+    """Make a group over some ranks of a channel, and return it with its connections if it is a gloo group.
 
-    All ranks of `group` make such a group at the same time, each with its own members; other ranks have no part in its
-    shuffler.
+    All ranks of the channel make such a group at the same time, each with its own members; other ranks have no part in
+    its shuffler.
     """
     subgroup = len(members) < dist.get_world_size()
-    limit, before = datetime.timedelta(seconds=timeout), open_sockets()
+    limit, before = datetime.timedelta(seconds=barrier.timeout), open_sockets()
     if _NAMED_BY_CALLS:
-        with _own_number(members, next_meeting(dist.get_process_group_ranks(group), timeout) if subgroup else None):
+        with _own_number(members, barrier if subgroup else None):
             made = dist.new_group(members, timeout=limit, use_local_synchronization=True, **options)
     else:
         if subgroup:
-            _align_group_names(next_meeting(dist.get_process_group_ranks(group), timeout))
+            _align_group_names(barrier)
         made = dist.new_group(members, timeout=limit, use_local_synchronization=subgroup, **options)
         _this_world().names_used = _num_groups()
     return made, connections_of(made, before) if serves(made, "cpu") else frozenset()
@@ -324,28 +325,28 @@ def _num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-def _align_group_names(meeting: Meeting) -> None:
+def _align_group_names(barrier: StoreBarrier) -> None:
     """Bring all members to the same number of groups, from which torch derives the next group's name.
 
     The numbers may differ, for example where only some ranks have groups of node leaders, loggers or pipeline stages.
     Ranks with fewer groups make further ones, each with itself as the only member.
     """
-    target = meeting.largest(max(_num_groups(), _this_world().names_used))
+    target = barrier.largest(max(_num_groups(), _this_world().names_used))
     while _num_groups() < target:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True, group_desc=_UNUSED)
 
 
 @contextlib.contextmanager
-def _own_number(members: Sequence[int], meeting: Meeting | None) -> Iterator[None]:
+def _own_number(members: Sequence[int], barrier: StoreBarrier | None) -> Iterator[None]:
     """Let torch name a new group by evenrank's own count, and restore torch's number of calls.
 
     That number may differ between the members. Afterwards it must not differ because of evenrank, whose groups only
-    some ranks make: groups that all ranks make would have different names. Ranks agree on the count in `meeting`; None
-    for all ranks, which make the same groups.
+    some ranks make: groups that all ranks make would have different names. Ranks agree on the count at the `barrier`;
+    None for all ranks, which make the same groups.
     """
     world, ranks, default = dist.distributed_c10d._world, tuple(members), dist.distributed_c10d._get_default_group()
     numbers = _NUMBERS.setdefault(default, Counter())
-    number = numbers[ranks] if meeting is None else meeting.largest(numbers[ranks])
+    number = numbers[ranks] if barrier is None else barrier.largest(numbers[ranks])
     numbers[ranks] = number + 1
     calls, world.group_count = world.group_count, _OWN_NUMBERS + number
     try:

@@ -38,6 +38,7 @@ _BREAK_SECONDS = 1.0
 _CLOSING_SECONDS = 0.005
 _STDERR = 2
 _RANK_0 = "rank 0"
+_ANY_KEY = "evenrank"
 
 
 class StoreUnavailableError(RuntimeError):
@@ -72,7 +73,11 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
             _require_listening(store)
             if not own:
                 own.append(_CONNECTOR.submit(lambda: _clone(store)))
-            return call((own[0].done() and own[0].result()) or store)
+            client = own[0].result() if own[0].done() else None
+            reply = call(client or store)
+            if client is None:  # `set` does not wait for its reply, and the next call may be by another client
+                store.check([_ANY_KEY])
+            return reply
         except (RuntimeError, ConnectionError) as error:
             host = _describe_host()
             remedy = f": {first_line(error)}" if host is None else f"; {host} hosts it and has ended: see the log there"
@@ -84,7 +89,7 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
 def _clone(store: dist.Store) -> dist.Store | None:
     try:
         return store.clone()  # type: ignore[attr-defined]
-    except (RuntimeError, NotImplementedError):  # a user's own store, or its host has ended
+    except Exception:  # of a user's own store; or the host has ended
         return None
 
 

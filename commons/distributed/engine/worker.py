@@ -119,6 +119,8 @@ class DaemonWorker:
         thread = self._thread
         if thread is threading.current_thread():  # a loader, on the window thread, aborts its shuffler
             return False
+        if thread is not None and thread.ident is None:  # a signal handler has interrupted its start
+            return False
         if thread is not None:
             thread.join(timeout)
             if thread.is_alive():

@@ -233,9 +233,12 @@ class Checkpointer:
                     raise ValueError(f"{path} is damaged ({name} has another digest): load another checkpoint")
             return read_entries(path)
 
+        def misfit() -> str:
+            return misfit_of(path, saved, self._model)
+
         saved = on_all_ranks(read, self._device)
-        if misfit := first_text(misfit_of(path, saved, self._model), self._device)[1]:
-            return misfit
+        if found := first_text(on_all_ranks(misfit, self._device), self._device)[1]:
+            return found
         set_random_state(on_all_ranks(lambda: load_state(path, saved, self._model, self._optimizer), self._device))
         return ""
 

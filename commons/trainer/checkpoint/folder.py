@@ -39,7 +39,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def folder_of(path: str | Path) -> Path:
     """The folder of checkpoints that a path is, or in which it is a checkpoint; absolute."""
     found = Path(path).resolve()
-    return found.parent if found.name.startswith(_PREFIX) else found
+    return found.parent if found.name.startswith(_PREFIX) or (found / STATE_FILE).is_file() else found
 
 
 def holds_checkpoint(path: str | Path) -> bool:

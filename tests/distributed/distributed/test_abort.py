@@ -107,8 +107,11 @@ def _abort_in(name, folder):
 
 @on("own_two_ranks", timeout=120)
 def test_the_process_starts_again_while_groups_are_made(tmp_path):
-    """Rank 1 makes no shuffler; rank 0 is interrupted in its construction, and torch goes on waiting on its thread."""
+    """Rank 1 cannot make groups; rank 0 is interrupted in its construction, and torch goes on waiting on its thread."""
     rank = dist.get_rank()
+    if rank == 1:
+        with mock.patch.object(dist, "new_group", side_effect=OSError("Too many open files")), pytest.raises(OSError):
+            CubicShuffler(ShufflerOptions(timeout=TIMEOUT))
     if rank == 0:
         interrupt = mock.patch.object(absence.CollectiveWait, "has_failed_elsewhere", side_effect=KeyboardInterrupt)
         with interrupt, pytest.raises(KeyboardInterrupt):

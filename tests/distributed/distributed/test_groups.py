@@ -187,13 +187,13 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
     monkeypatch.setattr(groups, "_NAMED_BY_CALLS", False)
     monkeypatch.setattr(groups, "_num_groups", lambda: 0)
     monkeypatch.setattr(groups, "serves", lambda group, kind: False)
-    monkeypatch.setattr(groups, "next_meeting", lambda members, timeout: None)
-    monkeypatch.setattr(groups, "_align_group_names", lambda meeting: None)
-    monkeypatch.setattr(groups, "_free_on_all", lambda ranks, group, timeout: None)
+    monkeypatch.setattr(groups, "_align_group_names", lambda barrier: None)
+    monkeypatch.setattr(groups, "_free_on_all", lambda ranks, group, barrier: None)
+    barrier = SimpleNamespace(timeout=5.0)
 
-    idle = groups.acquire_groups(given, 5.0)
+    idle = groups.acquire_groups(given, barrier)
     assert idle.payload is None and [options.get("backend") for options in asked] == ["gloo"]
-    moving = groups.with_payload(idle, given, 5.0)
+    moving = groups.with_payload(idle, given, barrier)
     assert moving.payload.name == payload and moving.has_all_to_all is None
     made = asked[1:]
     assert len(made) == (payload == "new")
@@ -286,6 +286,19 @@ def test_a_rank_that_makes_no_shuffler_leaves_the_users_collectives_in_step():
             with closing(CubicShuffler(pg_group=group)) as following:
                 assert len(of_all(following.shuffle(my_batch()).sample_id)) == 6 * everyone
         assert len(of_all(used.shuffle(my_batch()).sample_id)) == 6 * everyone
+
+
+@on("own_two_ranks", timeout=120)
+def test_what_an_earlier_attempt_has_left_in_torchruns_store_does_not_count():
+    """A rank of the first attempt gave up; a new process, in the second one, counts its channels anew."""
+    if dist.get_rank() == 0:
+        with mock.patch.dict("os.environ", TORCHELASTIC_RESTART_COUNT="0"):
+            text = error_of(CubicShuffler, ShufflerOptions(timeout=0.5))
+        assert text.startswith("RankMissingError: rank 1 did not take part in the connection of step 0"), text
+    dist.barrier()
+    anew = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
+    with anew, mock.patch.dict("os.environ", TORCHELASTIC_RESTART_COUNT="1"), closing(CubicShuffler()) as shuffler:
+        assert len(of_all(shuffler.shuffle(my_batch()).sample_id)) == 12
 
 
 @on("ranks", timeout=120)

@@ -147,8 +147,26 @@ def test_a_run_that_saves_no_checkpoints_is_not_replaced(two_ranks, tmp_path):
     assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {checkpoints} has no checkpo" in said[0]
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     said = two_ranks.run(command, *flags, "--trainer.ckpt-load-dir", checkpoints)
-    assert said[0] == said[1] and f"ckpt_load_dir {checkpoints} is not the ckpt_save_dir in its config" in said[0]
+    assert said[0] == said[1] and f"ckpt_load_dir {checkpoints} is neither the ckpt_save_dir nor " in said[0]
     assert files_of(folder) == before
+
+
+def test_a_run_that_was_moved_continues(two_ranks, tmp_path):
+    """Also from a checkpoint with another name, and without the config that names its checkpoints."""
+
+    def flags(place, steps, load=None):
+        given = ["--trainer.run-dir", str(place / "run"), "--trainer.ckpt-save-dir", str(place / "saved")]
+        given += ["--trainer.ckpt-save-interval", "2", "--trainer.max-train-iters", str(steps)]
+        return given if load is None else [*given, "--trainer.ckpt-load-dir", str(load)]
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    two_ranks.run(command, *flags(first, 2))
+    first.rename(second)
+    (second / "saved" / "step_00000002").rename(second / "saved" / "best")
+    assert two_ranks.run(command, *flags(second, 4, second / "saved" / "best"))[0]["steps"] == 4
+    (second / "run" / "config.json").unlink()
+    assert two_ranks.run(command, *flags(second, 6, second / "saved"))[0]["steps"] == 6
+    assert [line["step"] for line in lines(second / "run") if "loss" in line] == list(range(1, 7))
 
 
 def test_a_folder_of_a_run_in_progress_is_refused(two_ranks, tmp_path):

@@ -234,11 +234,11 @@ struct AtHome {
 
   // Whether rows stay at home, given the load of the best plan, and `limit`, which a plan near home may reach: if no plan
   // lowers the load, whatever the counts at home, or if home is within the limit with even counts. Where groups are split,
-  // rows move anyhow, so that uneven counts are not kept. If rows move, lowers `limit` below the load of home.
+  // rows move anyhow, so that uneven counts are not kept. If rows move to a plan that is better than home, lowers `limit`
+  // below the load of home.
   bool stays(Weight best, Weight& limit) const {
-    if (splits && !even) return false;
-    if (best >= load || (even && load <= limit)) return true;
-    limit = std::min(limit, load - 1);
+    if (!(splits && !even) && (best >= load || (even && load <= limit))) return true;
+    if (best < load) limit = std::min(limit, load - 1);
     return false;
   }
 };
