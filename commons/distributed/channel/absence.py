@@ -250,9 +250,8 @@ class NamedCollectives:
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
         digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
         # torchrun's store may outlast its attempts, with the keys of earlier ones.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        key = f"evenrank/attempt {attempt}/{digest}/{number_channel(self.members)}"
-        self.failed = FailedChannel(key, self.members)
+        attempt, number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number_channel(self.members)
+        self.failed = FailedChannel(f"evenrank/attempt {attempt}/{digest}/{number}", self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()
