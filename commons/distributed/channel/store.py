@@ -122,7 +122,8 @@ def break_off() -> None:
     os.dup2(silent, _STDERR)  # torch prints forty lines of C++ for each connection
     try:
         shut_down(lambda _, connection: _peer_of(connection) == peer)
-        _WORKER.stop(_BREAK_SECONDS)
+        for worker in (_WORKER, _CONNECTOR):
+            worker.stop(_BREAK_SECONDS)
     finally:
         os.dup2(stderr, _STDERR)
         os.close(silent)
@@ -132,7 +133,7 @@ def break_off() -> None:
 # The end of the program waits at most a second for a thread whose host does not reply.
 _WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
 # Connects the own clients: torch resolves the host's name, which takes seconds where no DNS server replies.
-_CONNECTOR = DaemonWorker("evenrank-store-client", exit_seconds=1.0)
+_CONNECTOR = DaemonWorker("evenrank-store-client", exit_seconds=1.0, break_off=break_off)
 
 
 def _describe_host() -> str | None:
