@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.distributed as dist
 
 from commons.distributed.channel.groups import MakingOfGroups, number_channel, out_of_reach
-from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, submit_call
+from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, pause_of, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
 
@@ -37,9 +37,6 @@ _GLANCE_SECONDS = 0.2
 # Seconds that a rank waits for the others' records, and then for the others to read its own.
 _RECORDS_SECONDS = 4.0
 _READERS_SECONDS = 2.0
-# Seconds between two reads of a count, and what each rank adds to them, because all ranks read.
-_PAUSE_SECONDS = 0.05
-_PAUSE_PER_RANK = 0.0002
 # A process was stopped if two of its checks are this many seconds further apart than POLL_SECONDS.
 _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
@@ -126,7 +123,7 @@ class FailedChannel:
     def __init__(self, key: str, members: Sequence[int]) -> None:
         self.key, self._members = key, members
         self._failed_key, self._failure_key = f"{key}/failed", f"{key}/failure"
-        self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * len(members)
+        self._pause = pause_of(len(members))
         self._has_left = threading.Event()
 
     def start_wait(self, place: str) -> CollectiveWait:

@@ -36,6 +36,7 @@ REPLY_SECONDS = 3.0
 _BREAK_SECONDS = 1.0
 # Seconds in which an ending host usually closes all of its connections.
 _CLOSING_SECONDS = 0.005
+_PAUSE_SECONDS, _PAUSE_PER_RANK = 0.01, 0.0002
 _STDERR = 2
 _RANK_0 = "rank 0"
 _ANY_KEY = "evenrank"
@@ -86,9 +87,14 @@ def submit_call(call: Callable[[dist.Store], T]) -> Future[T]:
     return _WORKER.submit(run)
 
 
+def pause_of(num_ranks: int) -> float:
+    """Seconds between two reads of a key, if so many ranks wait for it and read it."""
+    return _PAUSE_SECONDS + _PAUSE_PER_RANK * num_ranks
+
+
 def _clone(store: dist.Store) -> dist.Store | None:
     try:
-        return store.clone()  # type: ignore[attr-defined]
+        return store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     except Exception:  # of a user's own store; or the host has ended
         return None
 

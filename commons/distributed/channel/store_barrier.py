@@ -12,14 +12,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from commons.distributed.channel.store import call_store
+from commons.distributed.channel.store import call_store, pause_of
 
 T = TypeVar("T")
 
 _PASSED, _GIVEN_UP = "passed", "given up"
-# Seconds between two reads of the outcome, and what each rank adds to them, because all ranks read.
-_PAUSE_SECONDS = 0.01
-_PAUSE_PER_RANK = 0.0002
 
 
 class StoreBarrier:
@@ -37,7 +34,7 @@ class StoreBarrier:
     def __init__(self, key: str, num_ranks: int, timeout: float) -> None:
         self.timeout = timeout
         self._channel, self._num_ranks, self._number = key, num_ranks, 0
-        self._pause = _PAUSE_SECONDS + _PAUSE_PER_RANK * num_ranks
+        self._pause = pause_of(num_ranks)
         self._key, self._deadline = "", 0.0  # of the current barrier
         # A program may begin again in a new world while a thread waits here for a rank of this one.
         self._world = weakref.ref(dist.distributed_c10d._get_default_group())

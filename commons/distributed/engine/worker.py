@@ -119,9 +119,9 @@ class DaemonWorker:
         thread = self._thread
         if thread is threading.current_thread():  # a loader, on the window thread, aborts its shuffler
             return False
-        if thread is not None and thread.ident is None:  # a signal handler has interrupted its start
-            return False
         if thread is not None:
+            if thread.ident is None:  # a signal handler has interrupted its start
+                return False
             thread.join(timeout)
             if thread.is_alive():
                 return False

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import groups
+from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.process_group import describe_group, resolve_process_group
 from commons.pipeline import TrainPipelineFactory
@@ -286,6 +287,17 @@ def test_a_rank_that_makes_no_shuffler_leaves_the_users_collectives_in_step():
             with closing(CubicShuffler(pg_group=group)) as following:
                 assert len(of_all(following.shuffle(my_batch()).sample_id)) == 6 * everyone
         assert len(of_all(used.shuffle(my_batch()).sample_id)) == 6 * everyone
+
+
+@on("own_two_ranks", timeout=120)
+def test_ranks_agree_at_a_barrier_of_their_world_alone(tmp_path):
+    rank, barrier = dist.get_rank(), StoreBarrier("key", 2, 60.0)
+    assert barrier.largest(3 + rank) == 4 and barrier.named_by_all([1, 5 + rank]) == [1]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    assert (
+        error_of(barrier.largest, 1) == "RuntimeError: the process group was destroyed while groups were made over it"
+    )
 
 
 @on("own_two_ranks", timeout=120)

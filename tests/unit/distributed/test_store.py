@@ -53,6 +53,13 @@ def test_calls_do_not_wait_until_their_own_client_is_connected(store):
     assert store.get("key") == b"value"
 
 
+def test_a_users_store_without_clones_is_called_itself(store):
+    with mock.patch.object(type(store), "clone", side_effect=KeyError("clone")):
+        assert call_store(lambda each: each) is store
+        assert store_module._CONNECTOR.drain(30)
+        assert call_store(lambda each: each) is store
+
+
 def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     go_on, wait = threading.Event(), CollectiveWait("gather", "key")
     with pytest.raises(StoreUnavailableError, match="does not answer; rank 0 hosts it and has stopped"):

@@ -82,10 +82,17 @@ def test_a_job_that_ends_its_own_worker_does_not_wait_for_itself():
 
 
 def test_a_signal_handler_may_abandon_the_worker_while_its_thread_starts(monkeypatch):
-    worker, start = DaemonWorker("test"), threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (worker.abandon(OSError("aborted")), start(thread)))
+    worker, start, stopped = DaemonWorker("test"), threading.Thread.start, []
+
+    def interrupted(thread):
+        worker.abandon(OSError("aborted"))
+        stopped.append(worker.stop(60))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(OSError, match="aborted"):
         worker.submit(lambda: None).result(60)
+    assert stopped == [False] and worker.stop(60)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # beside threads

@@ -128,6 +128,10 @@ def test_other_fields_are_kept():
     batch = {**padded([2, 3]), "names": ["a", "b"], "settings": ("x",)}
     packed = pack_rows(batch)
     assert pack_rows({**batch, "position_ids": torch.arange(3).unsqueeze(0)}).inputs["position_ids"].shape == (1, 5)
+    with_hole = {"attention_mask": torch.tensor([[1, 1, 0, 1]]), "position_ids": torch.arange(4).unsqueeze(0)}
+    assert pack_rows({**padded([4]), **with_hole}).inputs["position_ids"].tolist() == [
+        [0, 1, 2]
+    ]  # as between a prompt and its response
     assert packed.inputs["names"] == ["a", "b"] and packed.inputs["settings"] == ("x",)
     assert batch["labels"][0, 0] == 0  # the batch itself is not written to
 

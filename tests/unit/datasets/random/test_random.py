@@ -102,6 +102,10 @@ class TestLengthDistribution:
         with pytest.raises(ValueError, match=message):
             kind(**arguments)
 
+    def test_whole_floats_are_bounds(self):
+        made = RandomDistribution("uniform", low=2.0, high=1e3)
+        assert (made.low, made.high) == (2, 1000) and all(isinstance(each, int) for each in (made.low, made.high))
+
     @pytest.mark.parametrize("name", ["low", "high"])
     def test_no_row_is_longer_than_the_data_set_allows(self, name):
         options = {"batch_size": 4, "max_history_seqlen": 20, "max_num_candidates": 3}

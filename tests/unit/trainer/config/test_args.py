@@ -1,5 +1,7 @@
 """Arguments of a run: defaults, and one-line errors with the value, the rule and the remedy."""
 
+import dataclasses
+
 import pytest
 
 from commons.datasets.random.distribution import LengthDistribution
@@ -152,3 +154,16 @@ def test_a_step_with_a_budget_may_have_few_rows():
     """Fewer than train_batch_size, which is then the most that a rank gets: 32 rows are four steps or so."""
     options = {"schedule_in": "rows", "shuffler": ShufflerOptions(equal_size=False), **SAMPLER, **BUDGET}
     assert TrainerArgs(128, 4, eval_interval=32, ckpt_save_interval=32, **options).balancing == "budget"
+
+
+@dataclasses.dataclass
+class _WithOwnField(TrainerArgs):
+    is_mine: bool = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.is_mine = True
+
+
+def test_a_subclass_may_set_a_field_after_the_checks():
+    assert _WithOwnField(4, 4).is_mine
