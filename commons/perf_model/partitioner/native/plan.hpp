@@ -107,9 +107,19 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
   return problem.largest(other) < load ? other : best;
 }
 
-// The default algorithm: refined_to() until the largest load is near the bound.
+// The default algorithm: refined_to() until the largest load is near the bound. If free sizes stay above it, the plan with
+// equal sizes is one more start, so that free sizes are no worse.
 inline Indices refined(const Problem& problem, const Bound& bound) {
-  return refined_to(problem, bound.load, near(bound.load), bound.split);
+  const Weight target = near(bound.load);
+  Indices best = refined_to(problem, bound.load, target, bound.split);
+  const Weight load = problem.largest(best);
+  const Limits limits = Limits::of(static_cast<Weight>(problem.weights.size()), problem.num_parts, true);
+  if (problem.equal_size || load <= target || !problem.limits.include(limits)) return best;
+  Problem even = problem;
+  even.equal_size = true;
+  even.limits = limits;
+  Indices other = refine(problem, refined(even, counting_bound(even)), target);
+  return problem.largest(other) < load ? other : best;
 }
 
 // Changes a plan until it keeps the cap on tokens, then balances its loads under the cap. The plan and `cap.weights` are

@@ -36,6 +36,8 @@ struct Limits {
     const auto [least, most] = std::minmax_element(counts.begin(), counts.end());
     return min_count <= *least && *most <= max_count;
   }
+  // Whether counts within `other` are within these limits.
+  bool include(const Limits& other) const { return min_count <= other.min_count && other.max_count <= max_count; }
 };
 
 // Sums of the first n of some values, for every n.

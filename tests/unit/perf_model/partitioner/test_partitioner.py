@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import draw
 from benchmarks.shared.plain import plain_karmarkar_karp
@@ -55,6 +57,14 @@ def test_a_plan_is_never_above_plain_differencing(kind):
             plain = plain_karmarkar_karp(workloads, num_parts, equal_size)
             largest = max(sum(workloads[row] for row in part) for part in plain)
             assert partition(workloads, num_parts, equal_size=equal_size).loads.max() <= largest
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=64), st.integers(1, 24))
+@example([29, 18, 15, 12, 10, 9, 3], 3)
+def test_free_counts_are_no_worse_than_equal_ones(workloads, num_parts):
+    free, equal = (partition(workloads, num_parts, equal_size=equal_size) for equal_size in (False, True))
+    # A plan within 1 / 10,000 of the bound is good enough.
+    assert free.loads.max() <= max(equal.loads.max(), free.lower_bound + free.lower_bound // 10_000)
 
 
 def test_best_effort_exceeds_the_cap_by_the_token_balanced_plan_at_most():
