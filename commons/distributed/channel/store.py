@@ -8,12 +8,13 @@ the thread up to a deadline. A call whose caller has given up before its turn is
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -114,22 +115,26 @@ def is_beside_host() -> bool:
         return False
 
 
-def break_off() -> None:
-    """Make every store call under way fail; called at the end of the program.
+@contextlib.contextmanager
+def break_off() -> Iterator[None]:
+    """Make every store call under way fail, those of torch's own client too; used at the end of the program.
 
-    If the store's host is stopped, the store's thread waits in torch's C++; returning after the interpreter's end would
-    abort the process. So this shuts down the connections to the host; torch has no function for it.
+    If the store's host is stopped, threads wait in torch's C++; returning after the interpreter's end would abort the
+    process. So this shuts down the connections to the host; torch has no function for it. Within this context nothing
+    is written to stderr: torch prints forty lines of C++ for each connection.
     """
     peer = _LINE.peer
     if peer is None:
+        yield
         return
     silent, stderr = os.open(os.devnull, os.O_WRONLY), os.dup(_STDERR)
     sys.stderr.flush()
-    os.dup2(silent, _STDERR)  # torch prints forty lines of C++ for each connection
+    os.dup2(silent, _STDERR)
     try:
         shut_down(lambda _, connection: _peer_of(connection) == peer)
         for worker in (_WORKER, _CONNECTOR):
             worker.stop(_BREAK_SECONDS)
+        yield
     finally:
         os.dup2(stderr, _STDERR)
         os.close(silent)

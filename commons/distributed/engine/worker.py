@@ -44,11 +44,15 @@ class DaemonWorker:
     Args:
         name: of the thread.
         exit_seconds: how long the exit of the program waits for the running job.
-        break_off: called after that wait, to make a job that still runs fail; None for a job that cannot be stopped.
+        break_off: a context, entered after that wait, that makes a job that still runs fail, and left when the thread has
+            ended or a second has passed; None for a job that cannot be stopped.
     """
 
     def __init__(
-        self, name: str, exit_seconds: float = _EXIT_SECONDS, break_off: Callable[[], None] | None = None
+        self,
+        name: str,
+        exit_seconds: float = _EXIT_SECONDS,
+        break_off: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self._name = name
         self._break_off = break_off
@@ -196,7 +200,7 @@ def _end_all() -> None:
     for worker in workers:
         ended = worker.stop(timeout=max(0.0, started + worker._exit_seconds - time.monotonic()))
         if not ended and worker._break_off is not None:
-            worker._break_off()
-            worker.stop(timeout=_BROKEN_OFF_SECONDS)
+            with worker._break_off():
+                worker.stop(timeout=_BROKEN_OFF_SECONDS)
     if not all(worker.has_ended for worker in workers):
         hold_unwound_threads()
