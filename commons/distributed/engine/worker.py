@@ -44,8 +44,8 @@ class DaemonWorker:
     Args:
         name: of the thread.
         exit_seconds: how long the exit of the program waits for the running job.
-        break_off: a context, entered after that wait, that makes a job that still runs fail, and left when the thread has
-            ended or a second has passed; None for a job that cannot be stopped.
+        break_off: a context, entered after that wait, that makes a job that still runs fail, and left when the thread
+            has ended or a second has passed; None for a job that cannot be stopped.
     """
 
     def __init__(
