@@ -87,7 +87,7 @@ bench: $(STAMP) ## Run the benchmarks; results go to benchmarks/results
 lint: $(STAMP) ## ruff and mypy
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-format: $(STAMP) ## Format the code and mend what ruff can
+format: $(STAMP) ## Format the code and fix what ruff can
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 DOCS := $(VENV)/.installed-docs

@@ -92,7 +92,7 @@ def main() -> None:
         f"{len(workloads)} rows in {config.chunks} chunks",
         {
             "work cut in order": f"largest chunk {float(in_order.max() / in_order.double().mean()):.3f} × the mean",
-            "work dealt evenly": f"largest chunk {1 + chunks.imbalance:.3f} × the mean",
+            "chunks of even work": f"largest chunk {1 + chunks.imbalance:.3f} × the mean",
             "rows per chunk": f"{min(rows)} to {max(rows)}, whole prompts of {config.responses}",
             "predictions restored": f"largest difference to the whole batch {largest_difference:.1e}",
         },

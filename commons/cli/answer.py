@@ -73,7 +73,7 @@ class AnswerOutputs:
     """The outputs of an answer; a table on the terminal by default."""
 
     html: Path | None = None
-    """Write the answer to this .html file, a page with pictures that needs no network."""
+    """Write the results to this .html file, a page with pictures that needs no network."""
 
     figure: Path | None = None
     """Draw the pictures into this .png, .svg or .pdf file."""

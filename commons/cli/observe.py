@@ -68,7 +68,7 @@ class Observe:
     """The cost of a row."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """The outputs of the report, on rank 0."""
+    """Where rank 0 prints or writes the report."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

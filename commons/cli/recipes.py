@@ -91,7 +91,7 @@ def read_config_rows(
 ) -> Source:
     """The rows of the first `steps` steps of a training run (fewer if the data end) on `ranks`, for `simulate`.
 
-    Rows are dealt to ranks as the run's loaders deal them. Arguments and errors as for `load_recipe`; also errors of
+    Rows are distributed to ranks as by the run's loaders. Arguments and errors as for `load_recipe`; also errors of
     the shuffler's calibration, and ValueError for several numbers of ranks that share a `global_batch_size`.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
@@ -104,7 +104,7 @@ def read_config_rows(
         rows = target.row_tokens(batch)
         tokens, _ = target.task.tokens_and_pairs(*rows)
         batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))
-    # A target that is not a Recipe may lack this attribute; its rows are then dealt like those of files.
+    # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 
     def load(num_ranks: int, steps: int) -> LoadedRows:

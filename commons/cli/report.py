@@ -60,7 +60,7 @@ class Report:
     """Folders of runs; the others are compared with the first."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """The outputs of the report."""
+    """Where the report is printed or written."""
 
     def run(self) -> None:
         """Read, compute, print, draw."""
@@ -267,7 +267,7 @@ def _change(before: float | None, after: float | None) -> str:
 def _balancing(report: RunReport) -> str:
     if report.by_work:
         is_sampler = setting(report.log.config, "trainer.balance_sampler") is True
-        return "read by work" if is_sampler else "dealt out by work"
+        return "read by work" if is_sampler else "assigned by work"
     if report.balancing == "balanced":
         return "each batch" if report.window == 1 else f"windows of {report.window}"
     return "observed" if report.balancing == "observed" else "no"

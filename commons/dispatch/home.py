@@ -1,4 +1,4 @@
-"""The way home: puts results into the order of their rows, and moves gradients back to the ranks of the rows.
+"""HOME: puts results into the order of their rows, and moves gradients back to the ranks that the rows are from.
 
 Rows move without autograd. If a tensor of the rows requires gradients on any rank, every rank wraps the received
 tensors in a node of the graph whose backward is a collective of all ranks: it moves each row's gradient back.

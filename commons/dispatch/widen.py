@@ -78,7 +78,7 @@ def join_trimmed(
 ) -> tuple[Rows[B], list[Window]]:
     """Join the rows of trimmed batches, as wide as the widest batch; returns the rows and their windows.
 
-    Rows are aligned at the begin of their sequences, or at the end with side "left". `cut` has the windows of each
+    Rows are aligned at the start of their sequences, or at the end with side "left". `cut` has the windows of each
     batch. ValueError if rows must be widened and the padding of a field is unknown.
     """
     windows = []

@@ -36,7 +36,7 @@ class _ConstructorNotCalledError(TypeError, AttributeError):
 
 
 class BaseTaskBalancedBatchShuffler(ABC):
-    """Re-deals the rows of a global batch so that all ranks carry equal work.
+    """Redistributes the rows of a global batch so that all ranks get equal work.
 
     A subclass defines the cost of a row in one method. All ranks of a group construct the shuffler with equal options
     and call it once per step, in the same order.
@@ -198,7 +198,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             Exception: an error of any rank, raised on all.
         """
         if not isinstance(handle, ShuffleHandle):
-            raise TypeError(f"handle is {kind_of(handle)}; finish needs what start_shuffle returned: start first")
+            raise TypeError(f"handle is {kind_of(handle)}; finish_shuffle takes the result of start_shuffle: pass that")
         return self.engine.finish(batch, handle)
 
     def report_step_time(
@@ -220,7 +220,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             ValueError: not a number, or stats of a group of another size.
         """
         if not isinstance(milliseconds, numbers.Real):
-            raise ValueError(f"milliseconds is {milliseconds!r}; a step takes a positive number of them: correct it")
+            raise ValueError(f"milliseconds is {milliseconds!r}; it must be a number: correct it")
         if stats is not None:
             self.engine.report_step_time(float(milliseconds), stats, pg_group)
 

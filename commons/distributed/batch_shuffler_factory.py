@@ -149,7 +149,7 @@ class BatchShufflerFactory:
             except Exception as error:  # a package may raise anything at import
                 raise ImportError(
                     f"batch shuffler {name!r} is {entry_point.value} of an installed package, which cannot be imported "
-                    f"({type(error).__name__}: {error}): mend or uninstall it"
+                    f"({type(error).__name__}: {error}): repair or uninstall it"
                 ) from error
             if name not in cls._registry and isinstance(loaded, type):
                 cls.register(name, loaded)

@@ -28,14 +28,14 @@ class ShufflerOptions:
     """How a batch shuffler works; the same on all ranks.
 
     Attributes:
-        mode: "balance" moves rows, "observe" plans and reports what that would gain but moves nothing, "off" only
-            agrees on the end of the data.
+        mode: "balance" moves rows, "observe" plans and reports the gain, but moves no rows; in "off" the
+            ranks only agree on the end of the data.
         partitioner: the planning algorithm: "refined", "karmarkar_karp", "lpt" or "snake", as of `partition`.
-        equal_size: ranks get row counts that differ by at most one, wherever anything moves.
-        transport: "all_to_all" sends each row once, "all_gather" sends it to all; "auto" takes the first where the
-            backend has it. Both give bit-identical batches.
-        slack: in [0, 1], by which fraction the largest load may exceed the best one found, to keep more rows on the
-            rank they are on.
+        equal_size: if rows move, the row counts of the ranks differ by at most one afterwards.
+        transport: "all_to_all" sends each row once, "all_gather" sends it to all ranks; "auto" uses "all_to_all" if
+            the backend has it. Both give bit-identical batches.
+        slack: in [0, 1], by which fraction the largest load may exceed the best one found, to keep more rows on
+            the rank that loaded them.
         ranks_per_node: ranks per node; a row that leaves its node then counts as four moved rows. None: nodes are
             ignored.
         max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names selects the keys that are

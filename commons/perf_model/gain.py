@@ -1,11 +1,11 @@
-"""GAIN: predicts the speed-up of dealing rows to ranks in several ways, without training.
+"""GAIN: predicts the speed-up of several ways to distribute rows to ranks, without training.
 
     LoadedRows ─► batches or windows, planned as in training ─► DealtRows ─► Comparison of all ways
 
 `evenrank report` and the demo define these terms in the same way; sums are over steps:
 
 - imbalance: largest load of a rank ÷ mean load − 1, mean over steps;
-- speed-up: Σ largest load as loaded ÷ Σ largest load as dealt;
+- speed-up: Σ largest load as loaded ÷ Σ largest load as distributed;
 - possible: Σ largest load as loaded ÷ Σ lower bound of every plan of these batches, or windows.
 
 With a StepCost the sums are of milliseconds, including the fixed cost of each step.
@@ -45,7 +45,7 @@ class LoadedRows:
 
     @classmethod
     def in_turn(cls, workloads: np.ndarray, tokens: np.ndarray, num_ranks: int, rows_per_rank: int) -> LoadedRows:
-        """Row i of each step on rank i modulo the number of ranks, as our loaders deal rows; all steps are full.
+        """Row i of each step on rank i modulo the number of ranks, as our loaders distribute rows; all steps are full.
 
         >>> rows = LoadedRows.in_turn(np.arange(8), np.arange(8), num_ranks=2, rows_per_rank=2)
         >>> rows.rank.tolist(), rows.step.tolist()
@@ -100,7 +100,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class DealtRows:
-    """The loads and tokens of all ranks when rows are dealt in one way."""
+    """The loads and tokens of all ranks when rows are distributed in one way."""
 
     name: str  # of the way
     loads: np.ndarray  # int64 `(steps, num_ranks)`, summed workloads
@@ -142,7 +142,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several ways of dealing the same rows to the same ranks."""
+    """Several ways to distribute the same rows to the same ranks."""
 
     rows: LoadedRows  # at least one of them has work
     ways: tuple[DealtRows, ...]  # the first is as loaded
@@ -241,7 +241,7 @@ def deal(
 
 
 def compare_ways(rows: LoadedRows, windows: Sequence[int] = (2, 4, 8)) -> Iterator[DealtRows]:
-    """Deal rows in all ways, one after another; the first is as loaded.
+    """Distribute rows in all ways, one after another; the first is as loaded.
 
     Args:
         rows: at least one of them has work.

@@ -32,7 +32,7 @@ def advice_of(report: RunReport, comparison: RunComparison | None = None) -> str
         return _of_balanced(report, measured)
     if not report.by_work:
         return _of_observed(report)
-    # The log does not have the loads of the same rows dealt in turn, so the gain is unknown.
+    # The log does not have the loads of the same rows assigned to ranks in turn, so the gain is unknown.
     left = "" if report.gain.imbalance_before is None else f": the imbalance is {report.gain.imbalance_before:.1%}"
     gains = f", and {measured}." if measured else ". To measure the gain, train a run without it and report both."
     return f"The rows are assigned to ranks by their work{left}{gains}"
@@ -157,8 +157,8 @@ def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
     if (gain.gated or 0.0) >= 0.5:
         return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain{remedy}"
     if is_even:
-        dealt = "with rows dealt in turn" if report.by_work else "without balancing"
-        return f"the ranks have even loads {dealt}{remedy}"
+        assigned = "with rows assigned to ranks in turn" if report.by_work else "without balancing"
+        return f"the ranks have even loads {assigned}{remedy}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or a few rows, that no plan can split: {_longer(report)}"
     return "no plan within the settings is better: a larger max_tokens_per_rank or free row counts allow better plans"

@@ -140,7 +140,7 @@ def _balancing_of(log: RunLog) -> Balancing:
     if log.mean("largest_load_after") is None:
         return "off"
     if log.mean("before_in_turn"):
-        return "balanced"  # by a sampler: the loads before are those of the same rows dealt in turn
+        return "balanced"  # by a sampler: the loads before are those of the same rows assigned in turn
     if setting(log.config, "trainer.shuffler.mode") == "observe" or _is_by_work(log):
         return "observed"
     if not log.config and not log.mean("moved") and log.mean("imbalance_before") != log.mean("imbalance_after"):

@@ -50,8 +50,8 @@ _COLUMNS = (
     _Column("exchange ms", "exchange_ms", _ms, "the busiest rank's bytes ÷ the link's rate; not in step ms"),
 )
 _HOW_TO_READ = (
-    "Every way deals the same rows to the ranks, as training would. Without a calibration, a speed-up is that of the "
-    "layers: embeddings, the optimizer and the all-reduce of gradients do not become faster, so a whole step gains "
+    "Every way distributes the same rows to the ranks, as training would. Without a calibration, a speed-up is that of "
+    "the layers: embeddings, the optimizer and the all-reduce of gradients do not become faster, so a whole step gains "
     "less. Windows and steps of constant cost change which rows share a step. A line that has another line's name in "
     "brackets has equal (=) or nearly equal (≈) values."
 )
@@ -83,7 +83,7 @@ def answer_of(simulation: Simulation) -> Answer:
                 lambda: import_module("commons.cli.simulate.pictures").pictures_of(simulation),
             ),
             Section(
-                "Every way of dealing the rows",
+                "Every way to distribute the rows",
                 tables=tuple(
                     _table(columns, result, of_ranks)
                     for result, of_ranks in zip(simulation.comparisons, content["ranks"])

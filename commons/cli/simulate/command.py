@@ -200,8 +200,8 @@ class LengthOptions(RowCost, LengthReading):
 class Simulate:
     r"""Predict what balancing would gain, from the lengths of rows or from a config, without training.
 
-    With --lengths, all ways of dealing rows to ranks are compared, and one is advised. With --config, the batches of a
-    training run are read. With a calibration, the gain is that of a whole step. Without a calibration, it is that of
+    With --lengths, all ways to distribute rows to ranks are compared, and one is advised. With --config, the batches of
+    a training run are read. With a calibration, the gain is that of a whole step. Without a calibration, it is that of
     the largest load; a whole step gains less, because of its fixed costs.
 
     Distributions are zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA and lognormal:MEDIAN:SIGMA:LONGEST.
@@ -245,7 +245,7 @@ class Simulate:
     """With --lengths: how lengths are read, and the cost of a row."""
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """The outputs of the answer."""
+    """Where the results are printed or written."""
 
     def run(self) -> None:
         """Read, plan, print, draw."""

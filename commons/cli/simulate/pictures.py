@@ -47,7 +47,7 @@ def pictures_of(simulation: Simulation) -> tuple[Picture, ...]:
         ),
         Picture(
             "Gain by number of ranks" if several else f"Gain on {largest.num_ranks} ranks",
-            "Speed-up of each way of dealing rows; the bound is the speed-up with equal loads on all ranks.",
+            "Speed-up of each way to distribute rows; the bound is the speed-up with equal loads on all ranks.",
             partial(_gain_by_ranks, simulation.comparisons) if several else partial(_gain_of_ways, largest),
             height=420 if several else 340,
         ),

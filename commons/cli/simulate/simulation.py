@@ -1,4 +1,4 @@
-"""Simulation: deals the rows of a source to ranks in several ways, and derives advice.
+"""Simulation: distributes the rows of a source to ranks in several ways, and derives advice.
 
 lengths, a config or a record ─► Source ─► simulate ─► Simulation: a Comparison for each number of ranks
 """
@@ -65,7 +65,7 @@ class Source:
         return f"{kind}, hidden {model.hidden_size}, {layers}{more}"
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
-        """Deal rows in all ways; the first is as loaded."""
+        """Distribute rows in all ways; the first is as loaded."""
         if self.plan_options is None:
             yield from compare_ways(rows, windows)
             yield _constant_cost(rows, self.batch_size)
@@ -200,7 +200,7 @@ class Simulation:
 
 
 def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps: int) -> Simulation:
-    """Deal the rows of a source in all ways, for every number of ranks, each at least 2.
+    """Distribute the rows of a source in all ways, for every number of ranks, each at least 2.
 
     `windows` are numbers of batches of every rank that are planned together; single batches are always simulated. With
     too few rows there are fewer steps. ValueError for too few rows for a step, rows without work, or costs above the
@@ -226,7 +226,7 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
 
 
 def compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) -> Comparison:
-    """Deal the rows of the first steps in all ways, for one number of ranks; errors as for `simulate`."""
+    """Distribute the rows of the first steps in all ways, for one number of ranks; errors as for `simulate`."""
     rows, longer = source.load(num_ranks, steps), [window for window in windows if 1 < window <= steps]
     if not rows.workloads.any():
         raise ValueError("all rows have length 0; there is nothing to balance: check the lengths")
@@ -277,7 +277,7 @@ def _nothing_gains(result: Comparison) -> Advice:
     ranks = f"On {result.num_ranks} ranks"
     if result.equal >= WORTH:
         return Advice(
-            f"{ranks} no way of dealing these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "
+            f"{ranks} no way to distribute these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "
             "balancing off, or try more rows per step and longer windows (--window)."
         )
     most = max(1.0, *(result.speed_up(way) for way in result.ways))

@@ -30,7 +30,7 @@ from commons.datasets.sequences.writer import SequenceSource, preprocess
 _LONGEST_LINE = 1 << 20
 _LONGEST_SHOWN = 80
 _MOST_IN_MEMORY = 256 << 20
-_REMEDY = "mend it or download the archive again"
+_REMEDY = "repair it or download the archive again"
 
 
 class Column(NamedTuple):

@@ -173,8 +173,8 @@ class ShuffleEngine:
         with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there
             if session not in self._sessions.values():
                 raise ValueError(
-                    f"the handle of step {handle.step} is of another shuffler; its groups and stats are there: finish "
-                    "a shuffle with the shuffler that started it"
+                    f"the handle of step {handle.step} belongs to another shuffler, which has its groups and stats: "
+                    "finish a shuffle with the shuffler that started it"
                 )
             handle.take(batch)
         self._device = batch_device(batch)
@@ -275,7 +275,7 @@ class ShuffleEngine:
         self.require_own_process()
         self._aborted_for = self._aborted_for or ShufflerAbortedError(
             f"the shuffler of rank {_own_rank()} was aborted; calls that wait in it raise this, and it cannot be used "
-            "again: make a new one when the process groups are there"
+            "again: make a new one after you have made new process groups"
         )
         for channel in list(self._channels.values()):
             channel.abort(self._aborted_for)

@@ -2,8 +2,8 @@
 
 The interpreter joins an executor's threads at exit, and would wait for a collective's timeout; a daemon thread does not
 keep a failed process alive. The exit waits a few seconds for the running job, and then makes it fail if the worker has
-a way to. A thread that returns from C++ still later, after the interpreter's end, would abort the process (before
-Python 3.14, which lets it hang): it is held instead.
+a way to. If the thread returns from C++ after the interpreter has ended, Python before 3.14 would abort the process
+(3.14 lets the thread hang): so the thread is blocked for ever.
 """
 
 from __future__ import annotations

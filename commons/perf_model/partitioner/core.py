@@ -266,7 +266,7 @@ def all_within(values: np.ndarray, largest: int, largest_sum: int) -> bool:
 
 
 def hold_unwound_threads() -> None:
-    """Make threads that Python unwinds, and C++ would therefore abort the process for, wait for ever from now on.
+    """From now on, block for ever each thread that Python unwinds at exit; C++ would abort the process otherwise.
 
     The main thread, and a thread with an exception of C++, abort as before.
     """

@@ -1,4 +1,4 @@
-"""partition_grid: deals rows of several batches to steps and ranks so that the steps together take little time."""
+"""partition_grid: assigns rows of several batches to steps and ranks so that the steps together take little time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def partition_grid(
     groups: Any = None,
     speeds: Any = None,
 ) -> Grid:
-    """Deal the samples of several batches to steps and ranks so that the steps together take little time.
+    """Assign the samples of several batches to steps and ranks so that the steps together take little time.
 
     Ranks wait for each other in every step, so a step takes as long as its largest load; the plan minimises the sum
     over the steps of the largest load. A very heavy sample makes one step slow on all ranks; the other ranks then get

@@ -1,4 +1,4 @@
-"""padded_groups: deals rows to groups that are padded to their longest row."""
+"""padded_groups: assigns rows to groups that are padded to their longest row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def padded_groups(
     max_rows: int | None = None,
     steps: int = 1,
 ) -> np.ndarray:
-    """Deal rows to groups such that the costliest padded group is as cheap as possible.
+    """Assign rows to groups such that the costliest padded group is as cheap as possible.
 
     In a padded group every row takes as long as the longest one: the group costs its number of rows times its heaviest
     workload. Finds the optimum by bisection over that cost (parametric search; Pınar and Aykanat 2004, "Fast optimal

@@ -87,7 +87,7 @@ def partition(
     groups: Any = None,
     speeds: Any = None,
 ) -> Partition:
-    """Deal samples to partitions so that the largest load is small.
+    """Assign samples to partitions so that the largest load is small.
 
     Deterministic: the same arguments give the same plan on every rank and every CPU. Ties go to the lower index, and
     all decisions are made in integers.

@@ -164,7 +164,7 @@ def test_a_shuffle_cannot_be_finished_after_close():
     with pytest.raises(RuntimeError, match=CLOSED):
         shuffler.finish_shuffle(batch, handle)
     with contextlib.closing(CubicShuffler()) as other:
-        with pytest.raises(ValueError, match="the handle of step 0 is of another shuffler; .* that started it"):
+        with pytest.raises(ValueError, match="the handle of step 0 belongs to another shuffler, .* that started it"):
             other.finish_shuffle(batch, handle)
         own = other.start_shuffle(batch)
         assert other.finish_shuffle(batch, own).sample_id.tolist() == [1]

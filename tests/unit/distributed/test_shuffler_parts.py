@@ -183,7 +183,7 @@ class WithoutSuper(TokensBalancedBatchShuffler):
         (lambda: TrainPipelineFactory.register("mine", 3), "pipeline 'mine' is 3, which cannot be called; .* give a"),
         (
             lambda: IdentityBalancedBatchShuffler().finish_shuffle(random_batch(0, 2), None),
-            "handle is a NoneType; finish needs what start_shuffle returned: start first",
+            "handle is a NoneType; finish_shuffle takes the result of start_shuffle: pass that",
         ),
         (lambda: IdentityBalancedBatchShuffler({"mode": "off"}), "options is a dict"),
         (lambda: TokensBalancedBatchShuffler(OPTIONS), "feature_names is a ShufflerOptions.*: pass options=..."),

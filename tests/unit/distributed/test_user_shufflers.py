@@ -112,7 +112,7 @@ def test_an_installed_package_brings_its_shufflers(here, monkeypatch):
     assert load_config(TrainConfig, [*FLAGS, "--shuffler-type", "theirs2"]).shuffler_type == "theirs2"
     assert {"theirs", "theirs2"} <= BatchShufflerFactory.list_available().keys()
     for name in ("torn", "other"):
-        with pytest.raises(ImportError, match=f"batch shuffler '{name}' is their_.* cannot be imported .*: mend or"):
+        with pytest.raises(ImportError, match=f"batch shuffler '{name}' is their_.* cannot be imported .*: repair or"):
             BatchShufflerFactory.create(name)
     with pytest.raises(KeyError, match="batch shuffler 'nobody' is not registered"):
         BatchShufflerFactory.create("nobody")
