@@ -37,7 +37,7 @@ WAYS = {
     "packs its rows": lambda lengths: [lengths[row : row + 1] for row in range(len(lengths))],
 }
 
-SAMPLER = "pads, and a sampler deals with `padded=True`"
+SAMPLER = "pads, and a sampler assigns rows with `padded=True`"
 
 
 def measured(steps):
