@@ -45,8 +45,8 @@ from commons.trainer.recipe import Recipe
 class TrainingLoop:
     """One run of a recipe: its loaders, model, optimizer and shufflers; made and run on all ranks together.
 
-    `on_start` is called on rank 0 when nothing that is known before training can fail any more, before the first line
-    of the log.
+    `on_start` is called on rank 0 after all checks that are possible before training, and before the first line of the
+    log.
 
     Raises:
         KeyError, FileNotFoundError, ValueError: wrong data or settings.

@@ -53,7 +53,7 @@ _ABANDONED: deque[tuple[list[DaemonWorker], _Channels]] = deque()
 
 @dataclass(eq=False)
 class Starter:
-    """A pipeline, or the iterator of a staged pipeline, as one of those that start shuffles of an engine.
+    """A pipeline, or the iterator of a staged pipeline, that starts shuffles of an engine.
 
     The engine keeps a reference to it, because garbage collection is not synchronised across ranks, and the checks of
     `ShuffleEngine.begin` must have the same result on all ranks.
