@@ -125,7 +125,7 @@ def test_the_process_starts_again_while_groups_are_made(tmp_path):
 
 
 CLOSED = "^the shuffler is closed; it cannot start or finish a shuffle any more: make a new one$"
-ABORTED = "^the shuffler of rank 0 was aborted; .* it cannot be used again: make a new one when "
+ABORTED = "^the shuffler of rank 0 was aborted; .* it cannot be used again: make a new one after "
 
 
 @pytest.mark.parametrize(
