@@ -63,8 +63,8 @@ class TokensBalancedBatchShuffler(BaseTaskBalancedBatchShuffler):
             raise KeyError(f"features {unknown} are not among the batch's keys {keys}: correct feature_names")
         if not keys:
             raise ValueError(
-                f"{type(batch).__name__} has no KeyedJaggedTensor to count tokens in; the tokens shuffler needs one: "
-                "write a shuffler whose get_workloads suits the batch"
+                f"{type(batch).__name__} has no KeyedJaggedTensor or JaggedTensor to count tokens in; the tokens "
+                "shuffler needs one: write a shuffler whose get_workloads suits the batch"
             )
         names = keys if self.feature_names is None else self.feature_names
         return torch.stack([lengths.to(torch.int64) for key, lengths in counted if key in names]).sum(dim=0)
