@@ -173,7 +173,7 @@ def _require_log(folder: Path) -> None:
     remedy = "correct the path"
     if found:
         more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        remedy = f"there {'is' if len(found) == 1 else 'are'} {', '.join(found[:_MOST_NAMED])}{more}"
+        remedy = f"give a folder with a log, such as {', '.join(found[:_MOST_NAMED])}{more}"
     if not folder.is_dir():
         what = f"{folder} is {'a file' if folder.exists() else 'not there'}"
         raise FileNotFoundError(f"{what}; report reads the folder of a run (trainer.run_dir): {remedy}")

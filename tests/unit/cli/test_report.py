@@ -190,7 +190,10 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
     ("arguments", "message"),
     [
         ([], "no run is given"),
-        (["runs/none"], "runs/none is not there; report reads the folder of a run (trainer.run_dir): there are runs/a"),
+        (
+            ["runs/none"],
+            "runs/none is not there; report reads the folder of a run (trainer.run_dir): give a folder with a log",
+        ),
         (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
     ],
 )

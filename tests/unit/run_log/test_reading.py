@@ -132,11 +132,15 @@ def test_a_run_that_never_trained_is_told_so(tmp_path):
 
 def test_folders_that_are_no_runs_name_those_beside_or_within(tmp_path):
     run = write_run(tmp_path / "runs" / "a", LINES)
-    with pytest.raises(FileNotFoundError, match=rf"no is not there; .*: there is {re.escape(str(run))}$"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"no is not there; .*: give a folder with a log, such as {re.escape(str(run))}$"
+    ):
         read_runs([tmp_path / "runs" / "no"])
     with pytest.raises(FileNotFoundError, match="missing/no is not there; .*: correct the path"):
         read_runs([tmp_path / "missing" / "no"])
-    with pytest.raises(ValueError, match=rf"runs has no log.jsonl; .*: there is {re.escape(str(run))}$"):
+    with pytest.raises(
+        ValueError, match=rf"runs has no log.jsonl; .*: give a folder with a log, such as {re.escape(str(run))}$"
+    ):
         read_runs([tmp_path / "runs"])
     with pytest.raises(FileNotFoundError, match="log.jsonl is a file; report reads the folder of a run"):
         read_runs([run / "log.jsonl"])
@@ -146,7 +150,7 @@ def test_folders_that_are_no_runs_name_those_beside_or_within(tmp_path):
             read_runs([run, again])
     for number in range(12):
         write_run(tmp_path / "runs" / f"b{number:02d}", LINES)
-    with pytest.raises(ValueError, match=r"there are .*b06 and 5 more$"):
+    with pytest.raises(ValueError, match=r"such as .*b06 and 5 more$"):
         read_runs([tmp_path / "runs"])
 
 
