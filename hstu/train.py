@@ -1,9 +1,12 @@
 """Train an HSTU model, for ranking or for retrieval.
 
-    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
-    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/retrieval.toml
-    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml \\
-        --trainer.enable-balanced-shuffler --trainer.train-batch-size 16
+    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml
+    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml \\
+        --trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced
+    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/retrieval.toml \\
+        --trainer.run-dir runs/retrieval
+
+random.toml needs no data; demo.toml, ranking.toml and retrieval.toml train on the data of `make demo`.
 
 Config ─► ranks ─► data ─► model ─► optimizer ─► shuffler ─► loop.
 """

@@ -1,10 +1,12 @@
 """Train a semantic-ID decoder.
 
-    torchrun --standalone --nproc_per_node=2 -m sid_gr.train --config sid_gr/configs/demo.toml
-    torchrun --standalone --nproc_per_node=2 -m sid_gr.train --config sid_gr/configs/demo.toml \\
-        --trainer.enable-balanced-shuffler --trainer.top-k-for-generation 20
+    torchrun --standalone --nproc_per_node=2 -m sid_gr.train --config sid_gr/configs/random.toml
+    torchrun --standalone --nproc_per_node=2 -m sid_gr.train --config sid_gr/configs/random.toml \\
+        --trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced
     torchrun --standalone --nproc_per_node=4 -m sid_gr.train --config sid_gr/configs/random.toml \\
-        --model.tensor-model-parallel-size 2
+        --model.tensor-model-parallel-size 2 --trainer.run-dir runs/tensor-parallel
+
+random.toml needs no data; demo.toml trains on the data of `make demo-sid`.
 
 Config ─► ranks ─► semantic IDs ─► data ─► model ─► optimizer ─► shuffler ─► loop.
 """

@@ -26,7 +26,7 @@ class Calibrate:
     machine that will train, while nothing else runs there.
 
     For example:
-      evenrank calibrate --config hstu/configs/demo.toml --output calibration.toml
+      evenrank calibrate --config hstu/configs/random.toml --output calibration.toml
       evenrank calibrate --config my.toml --model my_package --device cuda --output h200.toml
     """
 

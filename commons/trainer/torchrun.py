@@ -1,6 +1,6 @@
 """torchrun without its own traceback: takes the same arguments and returns the exit status of the rank that failed.
 
-    python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/demo.toml
+    python -m commons.trainer.torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml
 
 torchrun prints fifty lines of its own below the error of a failed rank. Here the rank's error is the last line.
 """

@@ -103,6 +103,16 @@ def test_named_files_and_promises_are_there():
             assert f"def {number}_" in promises, f"{page.name} names {number}"
 
 
+EXAMPLES_OF_HELP = ["hstu/train.py", "sid_gr/train.py", "commons/trainer/torchrun.py"]
+EXAMPLES_OF_HELP += ["commons/cli/calibrate.py", "commons/cli/simulate/command.py"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES_OF_HELP)
+def test_the_first_example_of_a_help_needs_no_data(path):
+    first = re.findall(r"--config (\w+/configs/\w+\.toml)", (ROOT / path).read_text(encoding="utf-8"))[0]
+    assert "dataset_path" not in (ROOT / first).read_text(encoding="utf-8"), f"{path}: {first}"
+
+
 def test_the_tree_has_every_package_of_commons():
     tree = (DOCS / "architecture.md").read_text(encoding="utf-8").split("## The tree")[1].split("\n## ")[0]
     packages = {file.parent.name for file in (ROOT / "commons").glob("*/__init__.py")}

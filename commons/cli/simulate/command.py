@@ -212,7 +212,7 @@ class Simulate:
       evenrank simulate --lengths lognormal:130:1.4:8192 --ranks 64 --json
       evenrank simulate --lengths data.parquet --column history --max-length 4096
       evenrank simulate --lengths events.parquet --group-by user_id
-      evenrank simulate --config hstu/configs/demo.toml
+      evenrank simulate --config hstu/configs/random.toml
       evenrank simulate --config my.toml --ranks 64 --window 1 2 4 8
       evenrank simulate --config my.toml --ranks 16 64 256 --figure gain.png \
           --shuffler.calibration h200.toml
