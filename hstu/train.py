@@ -3,8 +3,7 @@
     torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml
     torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/random.toml \\
         --trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced
-    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/retrieval.toml \\
-        --trainer.run-dir runs/retrieval
+    torchrun --standalone --nproc_per_node=2 -m hstu.train --config hstu/configs/retrieval.toml
 
 random.toml needs no data; demo.toml, ranking.toml and retrieval.toml train on the data of `make demo`.
 
