@@ -88,10 +88,15 @@ def require_name(name: Any, what: str, example: str) -> None:
         raise kind(f"the name of a {what} is {name!r}; it must be a string that is not empty: use, e.g., {example!r}")
 
 
-def require_no_string(argument: str, names: Any) -> None:
-    """Raise TypeError for one string where a list of names is needed, since its letters would be the names."""
-    if isinstance(names, str):
-        raise TypeError(f"{argument} is the string {names!r}; it is a list of names: write [{names!r}]")
+def require_names(argument: str, names: Any) -> list[str]:
+    """The names as a list; TypeError for one string, whose letters would be the names, and for what is no name."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        remedy = f"write [{names!r}]" if isinstance(names, str) else "correct it"
+        raise TypeError(f"{argument} is {names!r}; it must be a list of names: {remedy}")
+    listed = list(names)
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"{argument} is {listed!r}; names are strings: correct it")
+    return listed
 
 
 def require_file(path: Path, rule: str) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.checks import as_boolean
+from commons.checks import as_boolean, require_names
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.batch_shuffler_factory import register_batch_shuffler
-from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
+from commons.distributed.options import ShufflerOptions, reject_options_as
 from commons.perf_model.task_estimator import HSTUAttentionTask
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import kind_of, require_no_string, take_python_scalars
+from commons.checks import kind_of, require_names, take_python_scalars
 from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -45,7 +45,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        require_no_string("feature_names", self.feature_names)
+        require_names("feature_names", self.feature_names)
         if isinstance(self.max_item_ids, int):
             raise TypeError(
                 f"max_item_ids is the number {self.max_item_ids}; it is a list with one maximum per name: write "
@@ -245,7 +245,7 @@ class HSTUBatch(BaseBatch):
                 that is in `feature_configs` twice, or invalid fields of an HSTUBatch.
 
         """
-        require_no_string("contextual_feature_names", contextual_feature_names)
+        require_names("contextual_feature_names", contextual_feature_names)
         num_real = real_rows_of(batch_size, actual_batch_size)
         if num_tasks is not None and num_tasks < 1:
             raise ValueError(

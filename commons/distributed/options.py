@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -112,16 +112,6 @@ def reject_options_as(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, ShufflerOptions):
             raise TypeError(f"{name} is a ShufflerOptions; a shuffler's settings have a keyword: pass options=...")
-
-
-def require_names(argument: str, names: Any) -> list[str]:
-    """The names as a list; raises TypeError for a single string, and for anything but an iterable of strings."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f"{argument} is {names!r}; it must be a list of names, or None: put it into a list")
-    listed = list(names)
-    if not all(isinstance(name, str) for name in listed):
-        raise TypeError(f"{argument} is {listed!r}; names are strings: correct it")
-    return listed
 
 
 def _is_number(value: Any) -> bool:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.checks import require_names
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
-from commons.distributed.options import ShufflerOptions, reject_options_as, require_names
+from commons.distributed.options import ShufflerOptions, reject_options_as
 from commons.sequence_batch.fields import Path
 from commons.sequence_batch.open_batch import row_fields
 

@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.checks import as_count, require_no_string
+from commons.checks import as_count, require_names
 from commons.sequence_batch.fields import IDENTITY, Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
@@ -80,7 +80,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         if self.batch_size is not None:
             as_count(self.batch_size, "batch_size", 0)  # other batch types may have one below 0, which states nothing
         self.batch_size, self.actual_batch_size = row_counts(self)
-        require_no_string("contextual_feature_names", self.contextual_feature_names)
+        require_names("contextual_feature_names", self.contextual_feature_names)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:
             raise ValueError(
@@ -178,7 +178,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return self._host_arrays()[1 + names.index(name)]
 
     def _present_host_fields(self) -> list[str]:
-        return [name for name in self.host_fields if isinstance(getattr(self, name), torch.Tensor)]
+        names = require_names("host_fields", self.host_fields)
+        return [name for name in names if isinstance(getattr(self, name), torch.Tensor)]
 
     def _host_arrays(self) -> list[np.ndarray]:
         return host_arrays([self.features.lengths(), *(getattr(self, name) for name in self._present_host_fields())])

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
-from commons.checks import require_no_string
+from commons.checks import require_names
 from commons.sequence_batch.branches import BranchField, Constant
 from commons.sequence_batch.fields import (
     Path,
@@ -77,9 +77,9 @@ def register_batch_type(batch_type: T | None = None, *, per_rank: Sequence[str] 
     Raises:
         TypeError: `per_rank` is one string.
     """
-    require_no_string("per_rank", per_rank)
+    per_rank = require_names("per_rank", per_rank)
     if batch_type is None:
-        return partial(register_batch_type, per_rank=tuple(per_rank))
+        return partial(register_batch_type, per_rank=per_rank)
     register_type(batch_type)
     declare_per_rank(batch_type, per_rank)
     return batch_type

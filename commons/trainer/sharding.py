@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from commons.checks import require_one_of
+from commons.checks import require_names, require_one_of
 
 EmbeddingOptimizer = Literal["sgd", "adam", "rowwise_adagrad"]
 Sharding = Literal["table_wise", "row_wise", "data_parallel"]
@@ -79,7 +79,7 @@ def shard_model(
             "train the model as it is in a single process"
         )
     _check_optimizer(embedding_optimizer, embedding_lr, device)
-    kinds = _sharding_by_table(sharding, list(tables), device)
+    kinds = _sharding_by_table(sharding, require_names("tables", tables), device)
     group = dist.group.WORLD if process_group is None else process_group
     world_size = dist.get_world_size(group)
     for collection in model.modules():

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from commons.checks import require_names
 from commons.datasets.loader.resumable import ResumableLoader
 from commons.datasets.public.registry import PUBLIC_DATASETS
 from commons.datasets.random.dataset import RandomBatches, RandomHSTUDataset, RandomSIDDataset, user_like_dataset
@@ -49,7 +50,7 @@ def _make_sequences(
     schema = _schema(name, Path(path), columns)
     if contextual_feature_names is not None:
         # Without repeats: a repeated name would add two tokens for one feature.
-        names = tuple(dict.fromkeys(contextual_feature_names))
+        names = tuple(dict.fromkeys(require_names("contextual_feature_names", contextual_feature_names)))
         schema = dataclasses.replace(schema, contextual_feature_names=names)
     return SequenceDataset(path, schema, split=split, **options)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from commons.checks import require_names
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
 from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch
 from commons.datasets.random.distribution import LengthDistribution, RandomDistribution
@@ -98,10 +99,11 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         timestamps: bool = False,
         **options: Any,
     ) -> None:
+        contextual_feature_names = require_names("contextual_feature_names", contextual_feature_names)
         names = (item_feature_name, contextual_feature_names, action_feature_name)
         draw = partial(HSTUBatch.random, batch_size, feature_configs, *names, max_num_candidates, num_tasks)
         super().__init__(partial(draw, timestamps=timestamps), **options)
-        self.item_feature_name, self.contextual_feature_names = item_feature_name, list(contextual_feature_names)
+        self.item_feature_name, self.contextual_feature_names = item_feature_name, contextual_feature_names
         self.num_tasks = num_tasks
         # Number of ids of each feature.
         self.vocabulary_sizes: dict[str, int] = {}

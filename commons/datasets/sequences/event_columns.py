@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from commons.checks import require_names
+
 # Names of columns that preprocessing adds.
 ACTIONS = "actions"
 _RESERVED = (ACTIONS, "timestamp", "split")
@@ -26,7 +28,7 @@ class EventColumns:
 
     `evenrank preprocess parquet` requires user and item and, for rows of events, time. The preprocessed files contain
     the names, so training does not need them: a name that is given again must be equal, and actions and context select
-    from the files' own.
+    from the files' own. TypeError for one string as actions or context.
     """
 
     user: str | None = None
@@ -49,6 +51,11 @@ class EventColumns:
     context: tuple[str, ...] | None = None
     """Columns of contextual features, one token each: integers, strings or booleans; the value of a user's latest event
     counts. The column of users may be one of them."""
+
+    def __post_init__(self) -> None:
+        for part in ("actions", "context"):
+            if getattr(self, part) is not None:
+                require_names(f"columns.{part}", getattr(self, part))
 
     @property
     def is_given(self) -> bool:

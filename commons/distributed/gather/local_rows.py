@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from commons.checks import require_names
 from commons.distributed.spans import span
 from commons.perf_model.calibration import CalibratedTask, describe_device, load_calibration
 from commons.perf_model.partitioner import as_int64_workloads
@@ -204,6 +205,7 @@ class RowCosts:
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""
         if names := self.token_features:
+            require_names("token_feature_names", self.shuffler.token_feature_names)
             keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
             if unknown := [name for name in names if name not in keys]:
                 raise KeyError(

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from commons.checks import require_at_least, take_python_scalars
+from commons.checks import require_at_least, require_names, take_python_scalars
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
@@ -206,7 +206,8 @@ class TrainerArgs:
             require_positive(
                 "peak_tflops", self.peak_tflops, "it is the positive rate of a device's data sheet: correct it"
             )
-        unknown = [name for name in self.sinks if name not in get_args(SinkName)]
+        require_names("eval_metrics", self.eval_metrics)
+        unknown = [name for name in require_names("sinks", self.sinks) if name not in get_args(SinkName)]
         if unknown:
             raise ValueError(f"sinks has {unknown[0]!r}; sinks are {', '.join(get_args(SinkName))}: choose from these")
         if self.profile_step_end <= self.profile_step_start:

@@ -141,14 +141,6 @@ def test_numbers_are_drawn_on_the_host_whatever_the_default_device_is():
     assert as_values(batch) == as_values(expected)
 
 
-@pytest.mark.parametrize(
-    ("make", "argument"), [(config, "feature_names"), (drawn, "contextual_feature_names")], ids=["config", "batch"]
-)
-def test_a_string_is_no_list_of_names(make, argument):
-    with pytest.raises(TypeError, match=rf"{argument} is the string 'item'; it is a list of names: write \['item'\]"):
-        make(**{argument: "item"})
-
-
 def built(actions=(3, 0, 2), **changes):
     lengths = {"item": torch.tensor([3, 0, 2]), "action": torch.tensor(actions)}
     fields = {

@@ -303,8 +303,6 @@ def test_declarations_add_up_and_are_checked():
     # JSON cannot hold this one: an empty batch has the default.
     schema = learned(Local(torch.ones(2), handle=object()))
     assert schema == BatchSchema.of(Local(torch.ones(2), handle=lambda: 0)) and schema.empty_batch().handle is None
-    with pytest.raises(TypeError, match="per_rank is the string 'when'; it is a list of names: write"):
-        register_batch_type(Local, per_rank="when")
     # An attribute that is no field counts as one.
     register_batch_type(Local, per_rank=("stamp",))
     batches = [Local(torch.ones(2), handle=object()) for _ in range(2)]
