@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import kind_of, require_names, take_python_scalars
+from commons.checks import as_boolean, kind_of, require_names, take_python_scalars
 from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -183,7 +183,8 @@ class HSTUBatch(BaseBatch):
 
     def token_counts(self, action_interleaved: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `sequence_lengths`, but with None for the candidates of a batch without `num_candidates`."""
-        tokens_per_item = 2 if action_interleaved and self.action_feature_name is not None else 1
+        separate = as_boolean(action_interleaved, "action_interleaved")
+        tokens_per_item = 2 if separate and self.action_feature_name is not None else 1
         items = self._lengths_by_key()[self.features.keys().index(self.item_feature_name)]
         num_tokens = torch.add(self.contextual_lengths(), items, alpha=tokens_per_item)
         candidates = self.num_candidates

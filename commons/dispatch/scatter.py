@@ -111,7 +111,8 @@ class BalancedShare(Trimmed, Generic[B]):
             The results of all rows; None on ranks that do not receive them.
 
         Raises:
-            ValueError: results with another number of rows than the share, or that cannot be joined, on any rank.
+            ValueError: on any rank, results with another number of rows than the share, or that cannot be joined, or a
+                `to_all` that is not True or False.
             TypeError: results that cannot be sent.
             RankMissingError: a rank is missing after the timeout.
         """
@@ -120,6 +121,7 @@ class BalancedShare(Trimmed, Generic[B]):
             receivers = range(channel.world_size) if to_all else (source.rank,)
 
             def own_results() -> Piece:
+                as_boolean(to_all, "to_all")
                 with torch.no_grad():  # selected once for all receivers
                     rows = result_rows(results, self.indices, "the share")
                     return Piece(rows.select(range(rows.count)), self.indices[self.indices >= 0])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commons.checks import as_boolean
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
 from commons.dispatch.planning import Split, require_enough, split_in_turn, split_rows
 from commons.dispatch.scatter import BalancedShare, Source, check_options, scatter_rows
@@ -77,7 +78,12 @@ class SingleRankLoader(Iterable[Any]):
         self._resume: dict[str, Any] | None = None
         self._options = {"src": src, "equal_size": equal_size}
         self._source = Source(src, group, timeout)
-        checked, error = capture_error(lambda: check_options(self._options, trim, self._channel.world_size))
+
+        def check() -> tuple[dict[str, Any], tuple[Trim, ...]]:
+            as_boolean(pin_memory, "pin_memory")
+            return check_options(self._options, trim, self._channel.world_size)
+
+        checked, error = capture_error(check)
         self._trims = () if checked is None else checked[1]  # a later change of the caller's list has no effect
         if error is None and loader is None and self.is_source:
             error = ValueError(

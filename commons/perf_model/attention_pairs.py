@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from commons.checks import as_boolean
+
 _LARGEST_GROUP = 2**31  # no row has as many targets, and the pairs of such a group still fit into int64
 
 
@@ -48,7 +50,7 @@ def attention_pairs(
         Pairs per row, an int for an int, else int64.
     """
     seqlen, num_targets, num_contextual = as_wide(seqlen), as_wide(num_targets), as_wide(num_contextual)
-    target_group_size = min(target_group_size, _LARGEST_GROUP)
+    target_group_size, causal = min(target_group_size, _LARGEST_GROUP), as_boolean(causal, "causal")
     if max_attn_len is not None:
         window = _least(seqlen, max_attn_len)
         return _pairs_in_window(seqlen, num_targets, num_contextual, window, causal, target_group_size)

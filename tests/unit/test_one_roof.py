@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import evenrank
+from commons.perf_model.attention_pairs import attention_pairs
 from hstu.model import HSTUConfig
 from tests.helpers.jobs.programs import run_program
+from tests.helpers.models.hstu_models import random_batch
 
 # What users call, by the headings of the design.
 PUBLIC = {
@@ -72,6 +74,7 @@ def test_the_version_is_that_of_the_package():
 
 
 WORK = [5, 4, 3, 2, 1, 9]
+SHARED = torch.arange(6), WORK
 
 
 def _sampler(make, **options):
@@ -94,6 +97,9 @@ TAKING = {
         lambda value: evenrank.scatter_balanced(torch.arange(6), WORK, equal_size=value).batch.tolist(),
         lambda value: evenrank.ShufflerOptions(equal_size=value),
     ],
+    "best_effort": [lambda value: evenrank.partition(WORK, 2, best_effort=value).loads.tolist()],
+    "to_all": [lambda value: evenrank.scatter_balanced(*SHARED).gather_back(SHARED[0], to_all=value).tolist()],
+    "pin_memory": [lambda value: next(iter(evenrank.SingleRankLoader([SHARED[0]], pin_memory=value))).tolist()],
     "pad": [lambda value: repr(evenrank.split_balanced(torch.arange(6), 4, WORK, pad=value))],
     "joint": [
         lambda value: evenrank.pack_micro_batches(torch.arange(6), evenrank.MicroBatchSpec(), WORK, joint=value).groups
@@ -104,9 +110,16 @@ TAKING = {
     ],
     "drop_last": [lambda value: _sampler(evenrank.BalancedBatchSampler, batch_size=4, drop_last=value)],
     "padded": [lambda value: _sampler(evenrank.BalancedBatchSampler, batch_size=4, padded=value)],
-    "causal": [lambda value: evenrank.HSTUAttentionTask(4, 2, 2, causal=value), lambda value: _shuffler(causal=value)],
+    "causal": [
+        lambda value: evenrank.HSTUAttentionTask(4, 2, 2, causal=value),
+        lambda value: _shuffler(causal=value),
+        lambda value: attention_pairs(9, causal=value),
+    ],
     "gated_ffn": [lambda value: evenrank.SelfAttentionTask(4, 2, 2, gated_ffn=value)],
-    "action_interleaved": [lambda value: _shuffler(action_interleaved=value)],
+    "action_interleaved": [
+        lambda value: _shuffler(action_interleaved=value),
+        lambda value: random_batch(2).sequence_lengths(value)[0].shape,
+    ],
     "contextual_mask": [lambda value: _shuffler(contextual_mask=value)],
     "is_causal": [lambda value: HSTUConfig(8, 1, 2, 4, is_causal=value, max_sequence_length=9)],
     "is_jagged": [lambda value: evenrank.FeatureConfig(["item"], [9], 9, value)],
@@ -132,6 +145,7 @@ def unknown(name):
 
 importlib.metadata.version = unknown
 import evenrank
+from commons.perf_model.attention_pairs import attention_pairs
 print(evenrank.__version__, "torch" in sys.modules)
 evenrank.MicroBatchSpec, evenrank.split_balanced, evenrank.partition
 print("torch" in sys.modules, "torchrec" in sys.modules)

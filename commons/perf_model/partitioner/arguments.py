@@ -90,6 +90,7 @@ class CheckedArguments(PlanArguments):
 
 def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.ndarray, int]:
     """Assignment, loads and bound from `core.make_plan`; ValueError for a broken cap, unless `best_effort` is set."""
+    as_boolean(best_effort, "best_effort")
     if given.num_rows == 0:
         return np.empty(0, np.int64), np.zeros(given.num_parts * given.num_steps, np.int64), 0
     tokens = None if best_effort or not given.has_cap else given.arrays["tokens"]

@@ -104,6 +104,7 @@ MISTAKES = {
     gather_back: [
         (lambda rank: {"rows": 2 - rank}, "rank 1: results of the share have 1 rows, the share has 2; results need"),
         (lambda rank: {"width": 1 + rank}, "rank 0: batches 0 and 1 differ at 'the batch itself': tensor float32 [1]"),
+        (lambda rank: {"to_all": "no"}, "rank 0: to_all is 'no'; it is True or False: choose one"),
         (lambda rank: {"to_all": rank == 0}, "to_all is True on rank 0 and False on rank 1 in gather_back"),
     ],
     scatter_more: [
@@ -161,6 +162,7 @@ MISTAKES = {
     load: [
         (lambda rank: {"get_workloads": lambda batch: [1, 2]}, "rank 0: workloads has 2 entries, there are 4 rows;"),
         (lambda rank: {"num_rows": 1}, "rank 0: there are 1 rows for 2 parts (chunks or ranks); "),
+        (lambda rank: {"pin_memory": "no"} if rank else {}, "rank 1: pin_memory is 'no'; it is True or False: "),
         (lambda rank: {"loader": None}, "rank 0: this rank is the source and passes no loader; the source loads"),
         (lambda rank: {"loader": [None]}, "rank 0: the batch is a NoneType without rows; a batch holds tensors,"),
         (lambda rank: {"src": rank}, "src is 0 on rank 0 and 1 on rank 1 in SingleRankLoader; all ranks pass"),
