@@ -31,6 +31,7 @@ from hstu.metrics import RankingMetrics, count_items
 from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig, SequenceModel
 from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
 from hstu.model.layer import HSTUEncoder
+from hstu.model.ranking import require_hidden_actions
 from hstu.model.triton_launch import uses_triton
 from hstu.negatives import NegativeSampling, sample_negatives, with_negatives
 from hstu.retrieval_metrics import RetrievalMetrics
@@ -126,6 +127,7 @@ class HSTURecipe(Recipe):
                 "task is 'ranking' and the data have no actions; ranking predicts them: set dataset.columns.actions, "
                 "or task to 'retrieval'"
             )
+        require_hidden_actions(model, names, self.config.dataset.max_num_candidates)
         num_tasks = self.config.dataset.num_tasks
         return RankingConfig(prediction_head_arch=model.prediction_head_arch, num_tasks=num_tasks, **shared)
 
@@ -287,5 +289,5 @@ def _make_model(config: RankingConfig | RetrievalConfig, **options: Any) -> Sequ
 
 
 def _feature_names(data: Any) -> Any:
-    """The object with item_feature_name and contextual_feature_names: a data set's schema, or random data itself."""
+    """The object with the names of the features by their meaning: a data set's schema, or random data itself."""
     return getattr(data, "schema", data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
-from hstu.model.config import RankingConfig
+from hstu.model.config import LayerOptions, RankingConfig
 from hstu.model.sequence_model import Embeddings, SequenceModel, SequenceTower
 
 
@@ -66,20 +67,26 @@ class RankingTower(SequenceTower):
         return (logits if logits.dtype == torch.float64 else logits.float()), items
 
     def _check(self, batch: HSTUBatch) -> None:
-        """Raise ValueError if the mask lets a prediction see the action to predict."""
-        hstu = self.config.hstu
-        if batch.action_feature_name is None:
-            return
-        if not hstu.is_causal:
-            raise ValueError(
-                f"is_causal is False and the batch has actions ({batch.action_feature_name!r}); an item then sees its "
-                "own action, which the model predicts: set is_causal, or leave the actions out"
-            )
-        if hstu.contextual_mask and batch.max_num_candidates == 0 and batch.contextual_feature_names:
-            raise ValueError(
-                "contextual_mask is True and the batch has no candidates; contextual tokens see all actions and reveal "
-                "them to the predictions: set max_num_candidates, or unset contextual_mask"
-            )
+        require_hidden_actions(self.config.hstu, batch, batch.max_num_candidates)
+
+
+def require_hidden_actions(hstu: LayerOptions, names: Any, max_num_candidates: int) -> None:
+    """Raise ValueError if the mask lets a prediction see the action to predict.
+
+    `names` has the action_feature_name and the contextual_feature_names: a batch or its data set's schema.
+    """
+    if names.action_feature_name is None:
+        return
+    if not hstu.is_causal:
+        raise ValueError(
+            f"is_causal is False and batches have actions ({names.action_feature_name!r}); an item then sees its own "
+            "action, which the model predicts: set is_causal, or leave the actions out"
+        )
+    if hstu.contextual_mask and max_num_candidates == 0 and names.contextual_feature_names:
+        raise ValueError(
+            "contextual_mask is True and batches have no candidates; contextual tokens see all actions and reveal "
+            "them to the predictions: set max_num_candidates, or unset contextual_mask"
+        )
 
 
 def prediction_head(hidden_size: int, widths: tuple[int, ...]) -> nn.Sequential:

@@ -104,7 +104,7 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
         draw = partial(HSTUBatch.random, batch_size, feature_configs, *names, max_num_candidates, num_tasks)
         super().__init__(partial(draw, timestamps=timestamps), **options)
         self.item_feature_name, self.contextual_feature_names = item_feature_name, contextual_feature_names
-        self.num_tasks = num_tasks
+        self.action_feature_name, self.num_tasks = action_feature_name, num_tasks
         # Number of ids of each feature.
         self.vocabulary_sizes: dict[str, int] = {}
         longest: dict[str, int] = {}

@@ -146,7 +146,8 @@ def test_mistakes_are_named_on_every_rank(tmp_path):
     retrieval = ["--task", "retrieval"]
     cases = {
         "task is 'retrieval' and max_num_candidates is 2": [*retrieval, "--dataset.max-num-candidates", "2"],
-        "is_causal is False and the batch has actions": ["--model.no-is-causal"],
+        "is_causal is False and batches have actions": ["--model.no-is-causal"],
+        "contextual_mask is True and batches have no candidates": ["--model.contextual-mask"],
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
         "compile is True and the device is 'cpu'": ["--model.compile", "True"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
@@ -154,6 +155,7 @@ def test_mistakes_are_named_on_every_rank(tmp_path):
     for said, flags in cases.items():
         text = error_of(run_config, flags, tmp_path)
         assert said in text and "\n" not in text, text
+        assert not list(tmp_path.rglob("log.jsonl"))  # training has not started, and removed no earlier run
 
 
 @on_two_ranks

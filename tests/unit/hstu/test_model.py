@@ -112,7 +112,7 @@ def test_logits_loss_and_gradients_equal_the_reference(with_actions, max_num_can
     logits = reference_logits(model, batch)
     leaks = not hstu.is_causal or (hstu.contextual_mask and not max_num_candidates)
     if with_actions and leaks:
-        with pytest.raises(ValueError, match=r"(is_causal is False|contextual_mask is True) and the batch has"):
+        with pytest.raises(ValueError, match=r"(is_causal is False|contextual_mask is True) and batches have"):
             model(batch)
         ours = model.dense.logits(model.embedding(batch.features), batch)
         torch.testing.assert_close(ours, logits, rtol=0, atol=1e-10)
