@@ -21,9 +21,11 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from commons.trainer.checkpoint.random_state import random_state
+from commons.trainer.ranks.collectives import all_reduce
 
 _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimizer/", "random/"
 _TABLES_STEP = "tables_optimizer_step"
+_REMEDY = "a checkpoint fits only the model that wrote it: use that model, or another checkpoint"
 
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -89,8 +91,17 @@ def misfit_of(path: Path, saved: dict[str, Any], model: nn.Module) -> str:
         size = getattr(saved[name], "size", None)  # None: no tensor
         if size is not None and size != state[name].size():
             found = found or f"has {name} of shape {tuple(size)}, this model has {tuple(state[name].size())}"
-    remedy = "a checkpoint fits only the model that wrote it: use that model, or another checkpoint"
-    return f"{path} {found}; {remedy}" if found else ""
+    return f"{path} {found}; {_REMEDY}" if found else ""
+
+
+def unread_of(path: Path, saved: dict[str, Any], model: nn.Module, device: torch.device) -> str:
+    """As `misfit_of`, but of the entries that no rank's model has, such as those of more layers; a collective call."""
+    names, own = [name for name in saved if name.startswith(_MODEL)], model.state_dict()
+    num_ranks = torch.tensor([name.removeprefix(_MODEL) in own for name in names], dtype=torch.int64, device=device)
+    all_reduce(num_ranks, "comparison of a checkpoint's entries")  # with tensor parallelism, ranks have other entries
+    unread = sorted(name for name, having in zip(names, num_ranks.tolist()) if not having)
+    found = f"has {unread[0]} (and {len(unread) - 1} more), which this model lacks" if unread else ""
+    return f"{path} {found}; {_REMEDY}" if found else ""
 
 
 def load_state(

@@ -26,6 +26,7 @@ def test_checkpoints_of_another_model_are_not_called_damaged(tmp_path):
         first.save(TrainProgress(step))
     for model, message in (
         (torch.nn.Linear(4, 3), "has model/weight of shape (2, 4), this model has (3, 4); a checkpoint fits only the"),
+        (torch.nn.Linear(4, 2, bias=False), "has model/bias (and 0 more), which this model lacks; a checkpoint fits"),
         (torch.nn.Sequential(torch.nn.Linear(4, 2)), "lacks model/0.bias (and 1 more); a checkpoint fits only the"),
     ):
         error = error_of(checkpointer(model, tmp_path).resume)
