@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import threading
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,6 +35,40 @@ class PlannedStep(NamedTuple):
 
     rows: np.ndarray  # int64 `(n,)`, rows of the data set
     ranks: np.ndarray  # int64 `(n,)`, the rank that trains each row
+
+
+# The own ranks' rows of a step, and the number of the step's rows.
+_OwnStep: TypeAlias = tuple[list[np.ndarray], int]
+
+
+class _KeptSteps:
+    """The steps of a plan, planned once, by the first of its iterators to need them; on any threads.
+
+    Planning that was interrupted begins again at the same step.
+    """
+
+    def __init__(self, plan: Callable[[], Iterator[_OwnStep]]) -> None:
+        self._plan = plan
+        self._steps: list[_OwnStep] = []
+        self._others: Iterator[_OwnStep] | None = None  # the steps not planned yet; None after an interrupt
+        self._lock = threading.RLock()  # a signal handler may need the steps too
+
+    def __iter__(self) -> Iterator[_OwnStep]:
+        number = 0
+        while number < len(self._steps) or self._plan_one(number):
+            yield self._steps[number]
+            number += 1
+
+    def _plan_one(self, number: int) -> bool:
+        """Plan a step, unless it is planned; False if there is none."""
+        with self._lock:
+            if number == len(self._steps):
+                others, self._others = self._others or itertools.islice(self._plan(), number, None), None
+                step = next(others, None)
+                if number == len(self._steps):  # a signal handler may have planned it meanwhile
+                    self._steps += [] if step is None else [step]
+                    self._others = others
+            return number < len(self._steps)
 
 
 class PlannedSampler(EpochSampler[list[int]]):
@@ -99,7 +134,7 @@ class PlannedSampler(EpochSampler[list[int]]):
             )
         self.epoch_of_len: int | None = None  # the epoch whose batches `len` counts; None for the next one
         self._warned: set[str] = set()
-        self._kept: dict[tuple[int, Place], Iterator[tuple[list[np.ndarray], int]]] = {}
+        self._kept: dict[tuple[int, Place], _KeptSteps] = {}
 
     def _require_rows_below_cap(self, tokens: np.ndarray | None) -> None:
         for name, given, why in (
@@ -194,23 +229,18 @@ class PlannedSampler(EpochSampler[list[int]]):
         """See EpochSampler."""
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
-    def _own_steps(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
+    def _own_steps(self, epoch: int, start: Place) -> Iterator[_OwnStep]:
         """The own ranks' rows of each step, and the number of the step's rows; each step is planned once."""
         key = epoch, start
-        planned = self._kept.pop(key, None) or self._plan_own(epoch, start)
-        # The kept iterator is never advanced: the next call starts at the first step again.
-        self._kept[key], steps = itertools.tee(planned)
-        if len(self._kept) > _KEPT:
-            del self._kept[next(iter(self._kept))]  # the least recently used
-        return steps
+        steps = self._kept.pop(key, None) or _KeptSteps(lambda: self._plan_own(epoch, start))
+        self._kept[key] = steps
+        for least_recently_used in list(self._kept)[:-_KEPT]:
+            self._kept.pop(least_recently_used, None)
+        return iter(steps)
 
-    def _plan_own(self, epoch: int, start: Place) -> Iterator[tuple[list[np.ndarray], int]]:
-        try:
-            for rows, ranks in self.plan(epoch, start):
-                yield [rows[ranks == rank] for rank in self._own_ranks], len(rows)
-        except (Exception, KeyboardInterrupt):
-            self._kept.pop((epoch, start), None)  # the next call would take the steps so far for the whole plan
-            raise
+    def _plan_own(self, epoch: int, start: Place) -> Iterator[_OwnStep]:
+        for rows, ranks in self.plan(epoch, start):
+            yield [rows[ranks == rank] for rank in self._own_ranks], len(rows)
 
     def identity(self) -> dict[str, Any]:
         """See EpochSampler."""

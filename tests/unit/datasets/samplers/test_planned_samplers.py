@@ -1,7 +1,10 @@
 """Samplers of known workloads: every row once, limits kept, and exactly the rest from any place."""
 
+import copy
 import logging
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import COSTS, draw
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.datasets.samplers import budget
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.perf_model.partitioner import padded_groups
 from tests.helpers.datasets.sampler_steps import steps_of
@@ -295,13 +299,34 @@ def test_an_epoch_whose_planning_was_interrupted_is_planned_again(error, monkeyp
     ):
         expected, interrupted = list(make()), make()
         with monkeypatch.context() as patch:
-            planned = iter(interrupted)
+            planned, also_open = iter(interrupted), interrupted.items(0, EPOCH_START)
             next(planned)
             patch.setattr(f"commons.datasets.samplers.{planner}", mock.Mock(side_effect=error))
             with pytest.raises(error):
                 list(planned)
+        assert list(also_open) == expected
         interrupted.set_epoch(0)
         assert list(interrupted) == expected
+
+
+def test_iterators_on_several_threads_plan_each_step_once(monkeypatch):
+    """A pipeline's thread reads batches while the main thread finds the place of a checkpoint."""
+    interval = sys.getswitchinterval()
+    sampler = BudgetBatchSampler([1] * 400, budget_per_rank=4, num_ranks=2, rank=0)
+    expected, planned = [*sampler.items(0, EPOCH_START)], mock.Mock(wraps=budget.partition)
+    monkeypatch.setattr(budget, "partition", planned)
+    list(copy.copy(sampler).items(0, EPOCH_START))
+    once = planned.call_count
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(20):
+                again = copy.copy(sampler)
+                iterators = [again.items(0, EPOCH_START) for _ in range(4)]
+                assert [*pool.map(list, iterators)] == [expected] * 4
+    finally:
+        sys.setswitchinterval(interval)
+    assert planned.call_count == 21 * once
 
 
 def test_places_of_checkpoints_do_not_plan_the_epoch_again(monkeypatch):
