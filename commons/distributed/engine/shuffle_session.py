@@ -233,11 +233,11 @@ class ShuffleSession:
             verification.require_same_rows(
                 self.channel, step, layout, before, results, unknown, on_main=self._window is None
             )
-        if pins:
-            own = {id(batch) for batch in batches}
-            results = [each if id(each) in own else each.pin_memory() for each in results]
-        # Last, because a user's own pin_memory may make a batch without the attachment.
-        return attach_global_batches(results, prepared, self.channel.members)
+        with self.channel.failures_posted(step, EXCHANGE):
+            if pins:
+                results = [each if any(each is own for own in batches) else each.pin_memory() for each in results]
+            # Last, because a user's own pin_memory may make a batch without the attachment.
+            return attach_global_batches(results, prepared, self.channel.members)
 
     def send_rows(self, step: int, exchange: RowExchange, buffer: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
         """Run the payload collective; waits for host tensors, while on a device only the stream waits."""

@@ -21,9 +21,11 @@ from commons.dispatch.exchange import EXCHANGE, DispatchChannel
 from commons.distributed.channel import agree
 from commons.distributed.channel.absence import FailedChannel
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.engine import window
 from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
+from commons.pipeline import windowed_iter
 from commons.trainer.optimize.updates import FiniteLossGuard
 from tests.faults.rank import be_agent, start_process
 from tests.helpers.jobs.programs import run_program
@@ -358,3 +360,16 @@ def test_a_rank_that_fails_alone_is_quoted_by_the_others():
     shuffler.close()
     with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=PATIENT))) as following:  # with groups of its own
         assert sum(of_all([following.shuffle(my_batch(2)).actual_batch_size])) == 6 * dist.get_world_size()
+
+
+@on("ranks", timeout=100)  # a sixth of the shuffler's
+def test_a_rank_that_cannot_pin_the_rows_of_a_window_is_quoted_by_the_others():
+    """It has taken part in the exchange, and the others wait in the next window."""
+    failing = mock.patch.object(type(my_batch()), "pin_memory", side_effect=RuntimeError("no pinned memory"))
+    pinned = mock.patch.object(type(my_batch()), "pin_memory", lambda batch: batch)
+    with mock.patch.object(window, "_are_pinned", lambda schema, batches: True), pinned, on_rank(1, failing):
+        shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
+        said = error_of(list, windowed_iter(iter(my_batch(step) for step in range(6)), shuffler, 2))
+        shuffler.close()
+    quoted = "" if dist.get_rank() == 1 else "RankMissingError: rank 1 failed in the exchange of step 0: "
+    assert said == f"{quoted}RuntimeError: no pinned memory"
