@@ -94,6 +94,11 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"optimization": {"min_lr_ratio": True}}, "min_lr_ratio is True"),
+        (
+            {"optimization": {"lr_schedule": "linear"}},
+            "lr_schedule is 'linear'; it must be one of 'constant', 'cosine'",
+        ),
+        ({"schedule_in": "row"}, "schedule_in is 'row'; it must be one of 'steps', 'rows': write 'rows'"),
         ({"dataset_name": ""}, "dataset_name is empty"),
         ({"num_tasks": 0}, "num_tasks is 0"),
         (
