@@ -56,10 +56,11 @@ def balanced_iter(
 ) -> Iterator[Any]:
     """An iterator over host batches that starts their shuffles; pass the same object to every `progress`.
 
-    Its items have the attributes of the batch. A stage between the iterator and the shuffle stage must return the
-    result of the item's `to` or `pin_memory`. If an earlier iterator of the same shuffler has not ended, the batch that
-    it has read ahead comes first, and its next use raises ValueError: a pipeline for evaluation beside the training has
-    a shuffler of its own.
+    Its items have the attributes of the batch as it was loaded: only the shuffle stage moves rows. A loop of your own,
+    without a pipeline, uses `windowed_iter(iterator, shuffler, 1)` instead. A stage between the iterator and the
+    shuffle stage must return the result of the item's `to` or `pin_memory`. If an earlier iterator of the same shuffler
+    has not ended, the batch that it has read ahead comes first, and its next use raises ValueError: a pipeline for
+    evaluation beside the training has a shuffler of its own.
 
     An error of any rank's data or workloads is raised on every rank by the `progress` that reads the batch. After it,
     as after any exception in a stage, TorchRec's pipeline cannot continue: make a new one, with a new iterator.
