@@ -209,9 +209,8 @@ class TrainerArgs:
                 "peak_tflops", self.peak_tflops, "it is the positive rate of a device's data sheet: correct it"
             )
         require_names("eval_metrics", self.eval_metrics)
-        unknown = [name for name in require_names("sinks", self.sinks) if name not in get_args(SinkName)]
-        if unknown:
-            raise ValueError(f"sinks has {unknown[0]!r}; sinks are {', '.join(get_args(SinkName))}: choose from these")
+        for name in require_names("sinks", self.sinks):
+            require_one_of("a name in sinks", name, get_args(SinkName))
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "

@@ -107,7 +107,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
         ({"peak_tflops": True}, "peak_tflops is True; it is the positive rate"),
-        ({"sinks": ("graphite",)}, "sinks has 'graphite'; sinks are tensorboard, wandb, mlflow, opentelemetry"),
+        (
+            {"sinks": ("graphite",)},
+            "a name in sinks is 'graphite'; it must be one of 'tensorboard', 'wandb', 'mlflow', 'opentelemetry'",
+        ),
         ({"overwrite": True, "ckpt_load_dir": "x"}, "overwrite is True and ckpt_load_dir is 'x'; .*: give one of the"),
     ],
 )
