@@ -122,6 +122,27 @@ inline Indices refined(const Problem& problem, const Bound& bound) {
   return problem.largest(other) < load ? other : best;
 }
 
+// The default algorithm for partitions of different speeds: LPT with the bases of a target near the bound, then swaps and
+// lower_time(); with few rows also from the plans of lpt_at_speeds() and for equal speeds, if the time is still above the
+// target.
+inline Indices refined_at_speeds(Problem problem, Weight bound) {
+  const Weight target = near_time(bound);
+  Problem alike = problem;
+  alike.speeds = {};
+  problem.aim(target);
+  Indices best = lpt(problem);
+  if (problem.time(best) <= target) return best;
+  best = refine(problem, std::move(best), target);
+  if (problem.time(best) <= target) return best;
+  if (!problem.is_few()) return lower_time(problem, std::move(best), bound, kTargets);
+  best = lower_time(problem, std::move(best), bound, kTargetsOfFew);
+  for (Indices start : {lpt_at_speeds(problem), refined(alike, counting_bound(alike))}) {
+    Indices other = lower_time(problem, larger_loads_on_faster(problem, std::move(start)), bound, kTargetsOfFew);
+    if (problem.time(other) < problem.time(best)) best = std::move(other);
+  }
+  return best;
+}
+
 // Changes a plan until it keeps the cap on tokens, then balances its loads under the cap. The plan and `cap.weights` are
 // by sample.
 //

@@ -37,13 +37,28 @@ inline Indices lpt_at_speeds(const Problem& problem) {
   return parts;
 }
 
+// Renames the partitions of a plan, by row, so that larger loads are on faster ones, ties by index; the time never rises.
+inline Indices larger_loads_on_faster(const Problem& problem, Indices parts) {
+  const auto ranked = [&](const Weights& values) {
+    Indices order = range(problem.num_parts);
+    std::stable_sort(order.begin(), order.end(), [&](Index a, Index b) { return values[a] > values[b]; });
+    return order;
+  };
+  const Indices heaviest = ranked(sum_by_rank(parts, problem.weights, problem.num_parts));
+  const Indices fastest = ranked(problem.speeds.by_part());
+  Indices names(problem.num_parts);
+  for (Index at = 0; at < problem.num_parts; ++at) names[heaviest[at]] = fastest[at];
+  for (Index& part : parts) part = names[part];
+  return parts;
+}
+
 // Lowers the time of a plan, by row, towards the bound; it never rises. Bisection: every target is half way between the
 // time reached and the last target that was missed, at first the bound.
 inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targets, const Cap& cap = {}) {
   Weight time = problem.time(parts);
   for (Weight failed = bound; targets > 0 && time > near_time(failed); --targets) {
     const Weight target = failed + (time - failed) / 2;
-    Indices tried = refine(problem.aim(target), parts, target, cap);
+    Indices tried = larger_loads_on_faster(problem, refine(problem.aim(target), parts, target, cap));
     const Weight reached = problem.time(tried);
     if (reached > target) failed = target;
     if (reached >= time) continue;
@@ -51,21 +66,6 @@ inline Indices lower_time(Problem problem, Indices parts, Weight bound, int targ
     parts = std::move(tried);
   }
   return parts;
-}
-
-// The default algorithm: LPT with the bases of a target near the bound, then swaps and lower_time(); with few rows also
-// from the plan of lpt_at_speeds(), if the time is still above the target.
-inline Indices refined_at_speeds(Problem problem, Weight bound) {
-  const Weight target = near_time(bound);
-  problem.aim(target);
-  Indices best = lpt(problem);
-  if (problem.time(best) <= target) return best;
-  best = refine(problem, std::move(best), target);
-  if (problem.time(best) <= target) return best;
-  if (!problem.is_few()) return lower_time(problem, std::move(best), bound, kTargets);
-  best = lower_time(problem, std::move(best), bound, kTargetsOfFew);
-  Indices other = lower_time(problem, lpt_at_speeds(problem), bound, kTargetsOfFew);
-  return problem.time(other) < problem.time(best) ? other : best;
 }
 
 }  // namespace evenrank
