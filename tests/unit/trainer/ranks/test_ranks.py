@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +206,34 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, start):
     monkeypatch.setattr(cuda_check, "_run_fbgemm", raising(RuntimeError(NO_KERNEL)))
     with pytest.raises(ValueError, match="Tesla V100 has compute capability 7.0"):
         start()
+
+
+@pytest.mark.parametrize("host_without", [0, 1, None])
+def test_hosts_with_and_without_gpus_do_not_wait_for_one_another(monkeypatch, host_without):
+    """Two hosts of one rank each; they waited for each other's process group, until torch's timeout."""
+    devices = [torch.device("cpu") if host == host_without else GPU for host in range(2)]
+    store, made = dist.HashStore(), []
+    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
+    monkeypatch.setattr(launch, "rendezvous", lambda url: iter([(store, -1, -1)]))
+    monkeypatch.setattr(launch, "_own_device", lambda device_type, ranks: devices[ranks.rank])
+    monkeypatch.setattr(launch, "device_problem", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **options: made.append(options["rank"]))
+
+    def start(host):
+        return launch.initialize_ranks(ranks=RankInfo(host, 2, 0, 1, "localhost:1"))
+
+    with ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(start, host) for host in range(2)]
+    if host_without is None:
+        assert [each.result() for each in started] == devices and sorted(made) == [0, 1]
+        return
+    said = f"rank {host_without} would train on the CPU, rank {1 - host_without} on GPUs; all ranks need the same kind"
+    for each in started:
+        with pytest.raises(ValueError, match=f"^{said} of device: .*, or choose device 'cpu'$"):
+            each.result()
+    assert not made
 
 
 def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
