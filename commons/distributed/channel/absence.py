@@ -12,9 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
-import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from commons.distributed.channel.groups import MakingOfGroups, number_channel, out_of_reach
+from commons.distributed.channel.groups import MakingOfGroups, key_of_channel, out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, pause_of, submit_call
 from commons.distributed.errors import describe_error, first_line, listed, name_ranks
 from commons.distributed.process_group import describe_group
@@ -245,10 +243,7 @@ class NamedCollectives:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.description = describe_group(group)
         self.members = [0] if group is None else dist.get_process_group_ranks(group)
-        digest = hashlib.blake2b(repr(self.members).encode(), digest_size=8).hexdigest()
-        # torchrun's store may outlast its attempts, with the keys of earlier ones.
-        attempt, number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), number_channel(self.members)
-        self.failed = FailedChannel(f"evenrank/attempt {attempt}/{digest}/{number}", self.members)
+        self.failed = FailedChannel(key_of_channel(self.members), self.members)
         self.failure: RankMissingError | None = None
         self._intact = True
         self._failing = threading.Lock()

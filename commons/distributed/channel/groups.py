@@ -17,6 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import datetime
+import hashlib
 import itertools
 import math
 import time
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.connections import connections_of, open_sockets
-from commons.distributed.channel.store import break_off
+from commons.distributed.channel.store import attempt_of_store, break_off
 from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import name_ranks
@@ -108,11 +109,12 @@ def rank_set(members: Sequence[int]) -> RankSet:
     return _this_world()[tuple(members)]
 
 
-def number_channel(members: Sequence[int]) -> int:
-    """Count a new channel over these ranks, and return how many there were before; equal on all ranks."""
-    ranks = rank_set(members)
+def key_of_channel(members: Sequence[int]) -> str:
+    """Count a new channel over these ranks, and return the beginning of its keys in the store; equal on all ranks."""
+    ranks, digest = rank_set(members), hashlib.blake2b(repr(list(members)).encode(), digest_size=8).hexdigest()
+    attempt = attempt_of_store() if len(members) > 1 else "0"
     ranks.num_channels += 1
-    return ranks.num_channels - 1
+    return f"evenrank/attempt {attempt}/{digest}/{ranks.num_channels - 1}"
 
 
 class MakingOfGroups:

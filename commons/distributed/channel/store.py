@@ -39,7 +39,7 @@ _BREAK_SECONDS = 1.0
 _CLOSING_SECONDS = 0.005
 _PAUSE_SECONDS, _PAUSE_PER_RANK = 0.01, 0.0002
 _STDERR = 2
-_RANK_0 = "rank 0"
+_RANK_0, _AGENT = "rank 0", "torchrun's agent on the first host"
 _ANY_KEY = "evenrank"
 
 
@@ -105,6 +105,14 @@ def ends_with_rank() -> int | None:
     return 0 if _describe_host() == _RANK_0 else None
 
 
+def attempt_of_store() -> str:
+    """The attempt of torchrun if its agent hosts the default store, which outlasts attempts; "0" for any other store.
+
+    Agents of two hosts count differently: one that restarts its ranks because the other has done so counts no attempt.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _describe_host() == _AGENT else "0"
+
+
 def is_beside_host() -> bool:
     """Whether the host process of the default store runs on this rank's machine; False if that is not known."""
     if not dist.is_initialized() or _describe_host() is None:
@@ -154,7 +162,7 @@ def _describe_host() -> str | None:
         return None
     # Under torchrun a program may have made its own store, at another port.
     by_agent = _torchelastic_use_agent_store() and str(store.port) == os.environ.get("MASTER_PORT")
-    return "torchrun's agent on the first host" if by_agent else _RANK_0
+    return _AGENT if by_agent else _RANK_0
 
 
 def _tcp_store(store: dist.Store) -> dist.TCPStore | None:

@@ -304,12 +304,20 @@ def test_ranks_agree_at_a_barrier_of_their_world_alone(tmp_path):
 def test_what_an_earlier_attempt_has_left_in_torchruns_store_does_not_count():
     """A rank of the first attempt gave up; a new process, in the second one, counts its channels anew."""
     if dist.get_rank() == 0:
-        with mock.patch.dict("os.environ", TORCHELASTIC_RESTART_COUNT="0"):
+        with mock.patch.object(groups, "attempt_of_store", lambda: "0"):
             text = error_of(CubicShuffler, ShufflerOptions(timeout=0.5))
         assert text.startswith("RankMissingError: rank 1 did not take part in the connection of step 0"), text
     dist.barrier()
     anew = mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
-    with anew, mock.patch.dict("os.environ", TORCHELASTIC_RESTART_COUNT="1"), closing(CubicShuffler()) as shuffler:
+    with anew, mock.patch.object(groups, "attempt_of_store", lambda: "1"), closing(CubicShuffler()) as shuffler:
+        assert len(of_all(shuffler.shuffle(my_batch()).sample_id)) == 12
+
+
+@on("own_two_ranks", timeout=120)
+def test_ranks_of_two_hosts_whose_agents_count_attempts_differently_find_one_another():
+    """As where one agent has restarted its ranks only because the other did; the store is not the agents'."""
+    agents = {"TORCHELASTIC_RESTART_COUNT": str(dist.get_rank()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with mock.patch.dict("os.environ", agents), closing(CubicShuffler(ShufflerOptions(timeout=20.0))) as shuffler:
         assert len(of_all(shuffler.shuffle(my_batch()).sample_id)) == 12
 
 

@@ -179,7 +179,7 @@ def test_ranks_of_different_age_understand_one_another(tmp_path):
     """Rank 1 has been in an earlier world, with channels of its own; rank 0 is new. Then rank 0 fails by itself."""
     if dist.get_rank() == 1:
         for _ in range(3):
-            groups.number_channel([0, 1])
+            groups.key_of_channel([0, 1])
     _begin_again(tmp_path / "store")
     with closing(agree.ControlChannel(None, 10.0, moves_rows=False)) as channel:
         if dist.get_rank() == 0:

@@ -91,8 +91,10 @@ def test_a_host_that_has_ended_is_named_without_a_call_of_the_store(store):
 @pytest.mark.parametrize("same_port, host", [(True, "torchrun's agent on the first host"), (False, "rank 0")])
 def test_under_torchrun_its_agent_hosts_the_store_unless_the_program_made_one(store, monkeypatch, same_port, host):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     monkeypatch.setenv("MASTER_PORT", str(store.underlying_store.port if same_port else 1))
     assert store_module._describe_host() == host
+    assert store_module.attempt_of_store() == ("3" if same_port else "0")  # the program's own is of this attempt alone
 
 
 @pytest.mark.parametrize(
