@@ -67,6 +67,7 @@ class GroupPair(NamedTuple):
     has_all_to_all: bool | None  # whether `payload` can send uneven splits; None until its collectives were tested
     number: int  # of pairs that were made over the same ranks before; equal on all ranks
     connections: frozenset[int]  # sockets of the gloo groups; see connections.py
+    timeout: float  # of the collectives, in seconds
 
 
 @dataclass
@@ -155,13 +156,13 @@ def acquire_groups(group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair
     """
     members = dist.get_process_group_ranks(group)
     ranks = rank_set(members)
-    fitting = [index for index, pair in enumerate(ranks.ordered) if _fits(pair, group)]
+    fitting = [index for index, pair in enumerate(ranks.ordered) if _fits(pair, group, barrier.timeout)]
     pair = ranks.ordered.pop(fitting[-1]) if fitting else _free_on_all(ranks, group, barrier)
     if pair is not None:
         for each in (*pair.rings, pair.control, pair.payload):
-            if each is not None:
+            if each is not None and pair.timeout != barrier.timeout:
                 dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=barrier.timeout), each)
-        return pair
+        return pair._replace(timeout=barrier.timeout)
     ranks.num_pairs += 1
     # All ranks make their first ring before their second, so that no rank waits for one that waits in another ring.
     made = [
@@ -170,7 +171,8 @@ def acquire_groups(group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair
     ]
     rings = tuple(ring for ring, _ in made)
     connections = frozenset[int]().union(*(each for _, each in made))
-    return GroupPair(rings, rings[0] if len(rings) == 1 else None, None, None, ranks.num_pairs - 1, connections)
+    control, number = rings[0] if len(rings) == 1 else None, ranks.num_pairs - 1
+    return GroupPair(rings, control, None, None, number, connections, barrier.timeout)
 
 
 def with_control(pair: GroupPair, group: dist.ProcessGroup, barrier: StoreBarrier) -> GroupPair:
@@ -220,12 +222,15 @@ def _free_on_all(ranks: RankSet, group: dist.ProcessGroup, barrier: StoreBarrier
     not count.
     """
     returned = ranks.unordered.copy()  # garbage collection, which may return a pair, may run at any line
-    free = barrier.named_by_all(sorted(number for number, pair in returned.items() if _fits(pair, group)))
+    fitting = sorted(number for number, pair in returned.items() if _fits(pair, group, barrier.timeout))
+    free = barrier.named_by_all(fitting)
     return ranks.unordered.pop(free[0]) if free else None
 
 
-def _fits(pair: GroupPair, group: dist.ProcessGroup) -> bool:
-    """Whether a pair of the pool has no group for rows, or one of the same backends as `group`."""
+def _fits(pair: GroupPair, group: dist.ProcessGroup, timeout: float) -> bool:
+    """Whether a pair can have this timeout, and has no group for rows or one of the same backends as `group`."""
+    if pair.timeout != timeout and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return False  # torch cannot change the timeout of groups that it checks
     payload = pair.payload
     return payload is None or dist.get_backend_config(payload) == dist.get_backend_config(group)
 

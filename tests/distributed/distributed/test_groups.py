@@ -314,6 +314,20 @@ def test_what_an_earlier_attempt_has_left_in_torchruns_store_does_not_count():
 
 
 @on("own_two_ranks", timeout=120)
+def test_groups_that_torch_checks_keep_no_earlier_timeout():
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    members, made = [0, 1], []
+    try:
+        for timeout in (60.0, 60.0, 0.5):
+            barrier = StoreBarrier(groups.key_of_channel(members), 2, timeout)
+            made.append(groups.acquire_groups(dist.group.WORLD, barrier))
+            groups.release_groups(members, made[-1], None)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    assert made[0] == made[1] and made[2].rings != made[0].rings and made[2].timeout == 0.5
+
+
+@on("own_two_ranks", timeout=120)
 def test_ranks_of_two_hosts_whose_agents_count_attempts_differently_find_one_another():
     """As where one agent has restarted its ranks only because the other did; the store is not the agents'."""
     agents = {"TORCHELASTIC_RESTART_COUNT": str(dist.get_rank()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
