@@ -222,7 +222,8 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
                 glob.escape(str(path)), format="newline_delimited", sample_size=-1, hive_partitioning=False
             )
         # Delimited by commas, semicolons or tabs; without a header if the first line has only numbers.
-        delimiter = next((mark for mark in ",;\t" if mark in first), ",")
+        outside_quotes = re.sub(r'"[^"]*"', "", first)
+        delimiter = next((mark for mark in ",;\t" if mark in outside_quotes), ",")
         names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter))]
         has_names = not all(map(_is_number, names))
         numbered = [f"column {number}" for number in range(1, len(names) + 1)]

@@ -62,6 +62,8 @@ def test_every_kind_of_file_reads_alike(here):
         ("pandas_tabs.csv", "\tn\n0\t5\n1\t0\n2\t17\n3\t300\n", "n"),
         ("CAPITALS.CSV", "n\n5\n\n0\n17\n300\n", None),
         ("quotes.csv", '"a, b","n"\n"1","5"\n"1","0"\n"1","17"\n"1","300"', "n"),
+        ("comma.csv", '"a, ""b""";n\n"1, 2";5\n1;0\n1;17\n1;300\n', "n"),
+        ("sentence.csv", '"n, of a user"\n5\n0\n17\n300\n', "n, of a user"),
     ],
 )
 def test_files_of_other_programs(here, name, content, column):
