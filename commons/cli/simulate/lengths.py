@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import glob
+import json
 import math
 import re
 import shlex
@@ -253,7 +254,18 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} {what}") from error
     except (duckdb.Error, pa.ArrowException, ValueError, EOFError, csv.Error) as error:  # ValueError: from numpy
         reason = " ".join(str(error).splitlines()[0].rpartition("Error: ")[2].split())
+        if path.suffix.lower() == ".jsonl":  # DuckDB counts the first line as line 2
+            reason = next(_lines_without_json(path), reason)
         raise ValueError(f"{path} cannot be read ({reason}): check the file") from error
+
+
+def _lines_without_json(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                json.loads(line.strip() or "0")
+            except (ValueError, RecursionError):
+                yield f"line {number} is not JSON"
 
 
 def _fetch(path: Path, rows: duckdb.DuckDBPyRelation) -> dict[str, np.ndarray]:
