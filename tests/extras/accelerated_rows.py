@@ -32,6 +32,12 @@ def _rows_of_epoch(loader: DataLoader, epoch: int) -> list[list[int]]:
     return [rows.tolist() for (rows,) in loader]
 
 
+def _gathered(accelerator: Accelerator, loader: DataLoader) -> list[int]:
+    """The rows of all ranks in an epoch, each batch filled with -1 to the longest of any rank."""
+    padded = (accelerator.pad_across_processes(rows, pad_index=-1) for (rows,) in loader)
+    return [row for rows in padded for row in accelerator.gather_for_metrics(rows).tolist()]
+
+
 def _documented(workloads: np.ndarray, dataset: torch.utils.data.TensorDataset) -> tuple[Accelerator, DataLoader]:
     accelerator = Accelerator()
     sampler = BalancedBatchSampler(workloads, 4, num_ranks=accelerator.num_processes, rank=None, window=8)
@@ -58,6 +64,7 @@ def main(folder: Path) -> None:
         "length": len(documented),
         "own": _epochs(DataLoader(dataset, batch_sampler=own)),
         "read": {name: _epochs(loader) for name, loader in loaders.items()},
+        "gathered": {name: _gathered(accelerator, loader) for name, loader in loaders.items()},
         "epoch 3": _rows_of_epoch(documented, 3),
         "own epoch 3": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 3),
         "refused": [

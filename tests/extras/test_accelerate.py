@@ -23,6 +23,12 @@ def test_every_row_is_read_once_by_one_rank(of_ranks, name):
         assert len(first) == len(second) and all(first) and all(second)
         assert Counter(row for batch in first + second for row in batch) == Counter(range(257))
     assert epochs[0][0] != epochs[0][1]
+    for rank in of_ranks:
+        assert sorted(row for row in rank["gathered"][name] if row >= 0) == list(range(257))
+
+
+def test_batches_of_different_numbers_of_rows_are_gathered_after_padding(of_ranks):
+    assert all(-1 in rank["gathered"]["budget"] for rank in of_ranks)
 
 
 def test_each_rank_reads_its_own_part_of_the_plan(of_ranks):
