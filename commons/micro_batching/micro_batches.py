@@ -35,16 +35,17 @@ class RowColumns:
     loss_tokens: np.ndarray  # int64 `(rows,)`, terms of the loss in each row
     groups: np.ndarray | None = None  # int64 `(rows,)`: rows with equal group numbers stay together; None for no groups
 
-    @classmethod
-    def of(
-        cls, batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any, groups: Any = None
-    ) -> RowColumns:
-        """Check the arguments of `pack_micro_batches` for a batch of `rows` rows; raises ValueError or TypeError."""
-        tokens = _per_row(lengths, "lengths", rows)
-        costs = None if workloads is None else _per_row(workloads, "workloads", rows)
-        terms = _label_values(batch) if loss_tokens is None else _per_row(loss_tokens, "loss_tokens", rows)
-        together = None if groups is None else as_int64_ids(groups, rows)
-        return cls(tokens, costs, tokens if terms is None else terms, together)
+    @staticmethod
+    def checked(
+        batch: Any, rows: int, lengths: Any, workloads: Any, loss_tokens: Any, groups: Any = None
+    ) -> dict[str, np.ndarray | None]:
+        """The arguments of `pack_micro_batches` for `rows` rows; None if not given. Raises ValueError or TypeError."""
+        return {
+            "lengths": _per_row(lengths, "lengths", rows),
+            "workloads": None if workloads is None else _per_row(workloads, "workloads", rows),
+            "loss_tokens": _label_values(batch) if loss_tokens is None else _per_row(loss_tokens, "loss_tokens", rows),
+            "groups": None if groups is None else as_int64_ids(groups, rows),
+        }
 
     def select(self, rows: np.ndarray) -> RowColumns:
         """The columns of a selection of rows, int64 `(m,)`."""
@@ -53,11 +54,11 @@ class RowColumns:
         return RowColumns(self.lengths[rows], costs, self.loss_tokens[rows], together)
 
     @classmethod
-    def of_gathered(cls, columns: Mapping[str, np.ndarray | None]) -> RowColumns:
-        """Columns from a dictionary; a required column that is None, because no rank has a row, becomes empty."""
-        nothing = np.empty(0, dtype=np.int64)
-        lengths, terms = (nothing if (each := columns[name]) is None else each for name in ("lengths", "loss_tokens"))
-        return cls(lengths, columns["workloads"], terms, columns["groups"])
+    def of(cls, columns: Mapping[str, np.ndarray | None]) -> RowColumns:
+        """Columns from a dictionary; lengths are None if no rank has a row, loss tokens if they are the lengths."""
+        lengths, terms = columns["lengths"], columns["loss_tokens"]
+        lengths = np.empty(0, dtype=np.int64) if lengths is None else lengths
+        return cls(lengths, columns["workloads"], lengths if terms is None else terms, columns["groups"])
 
 
 @dataclass(frozen=True, eq=False)

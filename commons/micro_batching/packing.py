@@ -107,11 +107,11 @@ def pack_micro_batches(
     joint = bool(joint) if isinstance(joint, np.bool_) else joint
     options: dict[str, Any] = {"joint": joint, "spec": type(spec).__name__, "trim": repr(trim)}
     # Not compared with `joint`, where a rank without rows passes None; the gather of the rows compares the others.
-    options["workloads given"] = joint is not True and workloads is not None
-    options["groups given"] = joint is not True and groups is not None
+    given = {"lengths": lengths, "workloads": workloads, "loss_tokens": loss_tokens, "groups": groups}
+    for name in ("workloads", "loss_tokens", "groups"):
+        options[f"{name} given"] = joint is not True and given[name] is not None
     if isinstance(spec, MicroBatchSpec):
         options |= dataclasses.asdict(spec)
-    given = {"lengths": lengths, "workloads": workloads, "loss_tokens": loss_tokens, "groups": groups}
     if joint is True:
         return _pack_jointly(batch, spec, given, group, options, trim, timeout)
     offer, error = capture_error(lambda: _Offer.alone(batch, spec, given, joint, trim))
@@ -159,7 +159,7 @@ def _pack_jointly(
             own_packing = offer.packing.into(_most_needed(needs))[offer.blocks.of_row]
         own = dataclasses.replace(own, columns={**own.columns, "micro_batch": own_packing})
         gathered = gather_rows(channel, own, rows_per_rank)
-        columns = RowColumns.of_gathered(gathered.columns)
+        columns = RowColumns.of(gathered.columns)
         started = time.perf_counter()
         plan = plan_jointly(
             spec,
@@ -218,7 +218,7 @@ class _Offer:
                 "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "
                 "the batch with trim_batch"
             )
-        return cls.of(spec, RowColumns.of(batch, Rows.of(batch).count, **given), may_fail=False)
+        return cls.of(spec, RowColumns.of(RowColumns.checked(batch, Rows.of(batch).count, **given)), may_fail=False)
 
     @classmethod
     def joint(
@@ -226,8 +226,8 @@ class _Offer:
     ) -> tuple[_Offer, OwnRows]:
         _require_spec(spec)
         trims = as_trims(trim, one_sided=True)
-        own = OwnRows.of(batch, given, lambda rows: vars(RowColumns.of(batch, rows.count, **given)), trims)
-        return cls.of(spec, RowColumns.of_gathered(own.columns), may_fail=True), own
+        own = OwnRows.of(batch, given, lambda rows: RowColumns.checked(batch, rows.count, **given), trims)
+        return cls.of(spec, RowColumns.of(own.columns), may_fail=True), own
 
     @classmethod
     def of(cls, spec: MicroBatchSpec, columns: RowColumns, *, may_fail: bool, seconds: float = 0.0) -> _Offer:

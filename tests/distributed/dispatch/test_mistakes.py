@@ -201,6 +201,8 @@ MISTAKES = {
             lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
             "the batches of ranks 0 and 1 differ: 'workloads': given and absent; type,",
         ),
+        # Else the loss of rank 1 would be divided by tokens that are no terms of it.
+        (lambda rank: {} if rank else {"loss_tokens": [1, 2, 3]}, "1 differ: 'loss_tokens': given and absent; type,"),
         (lambda rank: {} if rank else {"workloads": [1, 2, 3]}, "workloads are given and packing_algorithm is 'ffd'"),
     ],
     send_micro_batches_home: [
@@ -217,6 +219,7 @@ MISTAKES = {
             lambda rank: {"spec": MICRO} | ({} if rank else {"workloads": [1, 2, 3]}),
             "workloads given is True on rank 0 and False on rank 1",
         ),
+        (lambda rank: {} if rank else {"loss_tokens": [1, 2, 3]}, "loss_tokens given is True on rank 0 and False on"),
         (lambda rank: {"spec": None} if rank else {}, "spec is 'MicroBatchSpec' on rank 0 and 'NoneType' on rank 1"),
     ],
 }
