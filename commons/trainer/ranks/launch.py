@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shlex
 import sys
@@ -117,7 +116,7 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
 
 def _require_one_kind(store: dist.Store, ranks: RankInfo, kind: str) -> None:
     """Raise ValueError on all ranks if some use a GPU and others the CPU: their groups would wait for one another."""
-    key = f"evenrank/devices of attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = "evenrank/devices"  # torch's rendezvous gives every attempt of torchrun keys of its own
     store.set(f"{key}/{ranks.rank}", kind)
     if ranks.rank == 0:
         kinds = store.multi_get([f"{key}/{rank}" for rank in range(ranks.world_size)])  # waits for all
