@@ -168,7 +168,8 @@ def _require_counted_loss(trainer: Trainer) -> None:
     if not counts or not averages:
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
-            f"must not weigh the same: divide by num_items_in_batch of all ranks ({where}), or pass padded=False"
+            f"must not weigh the same: divide by num_items_in_batch of all ranks ({where}), or pass padded=False and "
+            "set dataloader_drop_last=True"
         )
 
 

@@ -218,11 +218,21 @@ def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
         (Weighted, None, "compute_loss of Weighted does not use num_items_in_batch; micro-batches"),
         (Logged, small("BertForSequenceClassification"), "the (loss of BertForSequenceCl.* is|model takes no)"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=f"{why}.*or pass padded=False and set dataloader_drop_last=True"):
             load(kind, model)
         load(kind, model, padded=False)
     load(Counted)
     load(Logged)
+
+
+def test_the_remedy_for_mean_losses_gives_all_micro_batches_as_many_rows(trainers, tmp_path):
+    """TRL's trainers for preferences also gather values per row, which needs equal shapes."""
+    options = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
+    trainer, sizes = trainers.balanced(trainers.make_trainer(tmp_path, **options), padded=False), []
+    for rank in range(2):
+        with mock.patch.multiple(type(trainer.args), world_size=2, process_index=rank):
+            sizes += map(len, trainer.get_train_dataloader().batch_sampler)
+    assert sizes == [4] * 22
 
 
 def test_a_data_set_is_read_by_its_length(trainers, tmp_path):
