@@ -96,9 +96,9 @@ def test_features_and_labels_are_enough():
         ({"batch_size": None, "labels": torch.zeros(2)}, r"number of rows: \{'features': 3, 'labels': 2\}"),
         ({"contextual_feature_names": ["age"]}, r"contextual features \['age'\] are not among the keys"),
         ({"contextual_feature_names": ["item", "item"]}, "a repeated name would add a feature's tokens again"),
-        ({"contextual_feature_names": "item"}, "contextual_feature_names is the string 'item'"),
+        ({"contextual_feature_names": "item"}, "contextual_feature_names is 'item'; it must be a list of names"),
     ],
 )
 def test_a_wrong_batch_is_refused(changes, message):
-    with pytest.raises(TypeError if "the string" in message else ValueError, match=message):
+    with pytest.raises(TypeError if "list of names" in message else ValueError, match=message):
         make(**changes)
