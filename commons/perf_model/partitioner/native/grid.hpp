@@ -123,7 +123,8 @@ class GridPlanner {
   //
   // The refined method first tries limits that add up to the bound, unless they are equal for all steps. Then all methods
   // make even partitions, sorted by load and cut into steps. The refined method improves the better of both step by step;
-  // if the two halves of the batches, each planned as a grid, are better, it improves these.
+  // if the two halves of the batches, each planned as a grid, are better, it improves these. In small grids the plan with
+  // equal counts is one more start for free counts, so that these are no worse.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -142,7 +143,13 @@ class GridPlanner {
     if (!is_refined) return std::move(*best);
     best = lower_steps(std::move(*best));
     std::optional<Candidate> halves = in_halves(*best);
-    return halves && halves->beats(*best) ? lower_steps(std::move(*halves)) : std::move(*best);
+    if (halves && halves->beats(*best)) best = lower_steps(std::move(*halves));
+    const bool is_good = best->total() <= good(bound_.total) && keeps_cap(*best);
+    if (request_.equal_size || is_good || num_tries() < kTries[0].number) return std::move(*best);
+    Request even = request_;
+    even.equal_size = true;
+    Candidate equal = candidate(GridPlanner(even).free_plan().cells);
+    return equal.beats(*best) ? lower_steps(std::move(equal)) : std::move(*best);
   }
 
   // The batches [0, steps / 2) and the others, each planned as a grid, so that a window is never worse than two windows of

@@ -108,6 +108,14 @@ def test_the_optimum_lies_between_the_bound_and_the_plan(case, equal_size):
     assert grid.lower_bound <= best <= grid.sum_of_largest <= 2 * max(best, 1)
 
 
+@given(workload_lists, rank_counts, step_counts)
+@example([8, 26, 3, 2, 17, 11, 22, 7], 2, 2)
+def test_free_counts_are_no_worse_than_equal_ones(workloads, ranks, steps):
+    free, equal = (partition_grid(workloads, ranks, steps, equal_size=equal_size) for equal_size in (False, True))
+    # A sum within a thousandth of the bound is good enough.
+    assert free.sum_of_largest <= max(equal.sum_of_largest, free.lower_bound + free.lower_bound // 1000)
+
+
 def test_the_bound_counts_the_room_beside_heavy_rows_that_light_ones_cannot_fill():
     # The fourth cell has the two rows of 3 at most, so that the three cells with 100 have the others: 102 and 101.
     assert partition_grid([100, 100, 100, 3, 3, 2, 2, 1], 2, 2).lower_bound == 203
