@@ -246,7 +246,7 @@ class HSTUBatch(BaseBatch):
                 that is in `feature_configs` twice, or invalid fields of an HSTUBatch.
 
         """
-        require_names("contextual_feature_names", contextual_feature_names)
+        contextual_feature_names = require_names("contextual_feature_names", contextual_feature_names)
         num_real = real_rows_of(batch_size, actual_batch_size)
         if num_tasks is not None and num_tasks < 1:
             raise ValueError(
@@ -291,7 +291,7 @@ class HSTUBatch(BaseBatch):
             features=padded_kjt(values, lengths, batch_size),
             batch_size=batch_size,
             feature_to_max_seqlen=longest,
-            contextual_feature_names=list(contextual_feature_names),
+            contextual_feature_names=contextual_feature_names,
             labels=labels,
             actual_batch_size=num_real,
             item_feature_name=item_feature_name,

@@ -127,6 +127,13 @@ def config(**changes):
     return dataclasses.replace(ITEMS, **changes)
 
 
+def test_names_may_come_from_a_generator():
+    features = [ITEMS, FeatureConfig(["user", "country"], [9, 9], 1, is_jagged=False)]
+    names = (name for name in ("user", "country"))
+    batch = drawn(feature_configs=features, contextual_feature_names=names)
+    assert batch.contextual_feature_names == ["user", "country"]
+
+
 def test_numbers_are_drawn_on_the_host_whatever_the_default_device_is():
     """Without a generator, in a script that has called torch.set_default_device; no data is on this one."""
     features = [ITEMS, FeatureConfig(["user"], [9], 1, is_jagged=False)]
