@@ -70,7 +70,8 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
             torch.set_num_threads(1)
             options = {"backend": "gloo"}
         if ranks.local_world_size < ranks.world_size:  # hosts may have different devices
-            store = next(rendezvous("env://"))[0]
+            limit = dist.distributed_c10d._get_default_timeout(options["backend"])
+            store = next(rendezvous("env://", timeout=limit))[0]
             _require_one_kind(store, ranks, device.type)
             options |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
         dist.init_process_group(**options)
@@ -116,7 +117,9 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
 
 def _require_one_kind(store: dist.Store, ranks: RankInfo, kind: str) -> None:
     """Raise ValueError on all ranks if some use a GPU and others the CPU: their groups would wait for one another."""
-    key = "evenrank/devices"  # torch's rendezvous gives every attempt of torchrun keys of its own
+    # No attempt is named, because agents may count them differently. So in a store that outlasts attempts, which
+    # docs/launch.md advises against on several hosts, this may read an earlier attempt's devices.
+    key = "evenrank/devices"
     store.set(f"{key}/{ranks.rank}", kind)
     if ranks.rank == 0:
         kinds = store.multi_get([f"{key}/{rank}" for rank in range(ranks.world_size)])  # waits for all

@@ -1,5 +1,6 @@
 """Processes as ranks: numbers, signals and exit statuses; a GPU that does not work, before groups are made."""
 
+import datetime
 import functools
 import os
 import subprocess
@@ -212,9 +213,10 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, start):
 def test_hosts_with_and_without_gpus_do_not_wait_for_one_another(monkeypatch, host_without):
     """Two hosts of one rank each; they waited for each other's process group, until torch's timeout."""
     devices = [torch.device("cpu") if host == host_without else GPU for host in range(2)]
-    store, made = dist.HashStore(), []
+    store, made, limits = dist.HashStore(), [], set()
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))
     monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
-    monkeypatch.setattr(launch, "rendezvous", lambda url: iter([(store, -1, -1)]))
+    monkeypatch.setattr(launch, "rendezvous", lambda url, timeout: limits.add(timeout) or iter([(store, -1, -1)]))
     monkeypatch.setattr(launch, "_own_device", lambda device_type, ranks: devices[ranks.rank])
     monkeypatch.setattr(launch, "device_problem", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -228,6 +230,7 @@ def test_hosts_with_and_without_gpus_do_not_wait_for_one_another(monkeypatch, ho
         started = [pool.submit(start, host) for host in range(2)]
     if host_without is None:
         assert [each.result() for each in started] == devices and sorted(made) == [0, 1]
+        assert limits == {datetime.timedelta(minutes=10)}  # torch's for NCCL, as without a store of one's own
         return
     said = f"rank {host_without} would train on the CPU, rank {1 - host_without} on GPUs; all ranks need the same kind"
     for each in started:
