@@ -164,7 +164,9 @@ def _claim_report() -> bool:
 
 def _claim_in_store() -> bool:
     store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_STORE_SECONDS)))
-    return store.compare_set(_FIRST_FAILURE, "", str(rank)).decode() == str(rank)
+    # The store may outlast attempts. Where the agents of two hosts count them differently, there are two reports.
+    key = f"{_FIRST_FAILURE}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return store.compare_set(key, "", str(rank)).decode() == str(rank)
 
 
 def _write_traceback(error: Exception) -> str | None:

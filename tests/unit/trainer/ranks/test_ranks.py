@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.utils.data import DataLoader
 
 from commons.releases import RELEASES
-from commons.trainer.ranks import cuda_check, launch
+from commons.trainer.ranks import cuda_check, errors, launch
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.ranks.stop import keep_workers
@@ -237,6 +237,18 @@ def test_hosts_with_and_without_gpus_do_not_wait_for_one_another(monkeypatch, ho
         with pytest.raises(ValueError, match=f"^{said} of device: .*, or choose device 'cpu'$"):
             each.result()
     assert not made
+
+
+def test_the_first_rank_that_fails_in_an_attempt_reports_it(monkeypatch):
+    """Although torchrun's store has the claim of another rank in an earlier attempt, whose message was printed."""
+    store, reports = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
+    of_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2}
+    of_torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "job"}
+    for attempt, rank in (0, 0), (0, 1), (1, 1), (1, 0):
+        for name, value in (of_torchrun | {"TORCHELASTIC_RESTART_COUNT": attempt, "RANK": rank}).items():
+            monkeypatch.setenv(name, str(value))
+        reports.append(errors._claim_report())
+    assert reports == [True, False, True, False]
 
 
 def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
