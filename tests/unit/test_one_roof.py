@@ -145,7 +145,6 @@ def unknown(name):
 
 importlib.metadata.version = unknown
 import evenrank
-from commons.perf_model.attention_pairs import attention_pairs
 print(evenrank.__version__, "torch" in sys.modules)
 evenrank.MicroBatchSpec, evenrank.split_balanced, evenrank.partition
 print("torch" in sys.modules, "torchrec" in sys.modules)

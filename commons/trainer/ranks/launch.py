@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import shlex
 import sys
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from commons.checks import require_one_of
-from commons.distributed.errors import name_ranks
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 
@@ -36,8 +34,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
 
     Raises:
         ValueError: not started by torchrun; more ranks than GPUs; GPUs that this torch or fbgemm cannot use, unless the
-            device is "cpu"; GPUs on some hosts and none on others, on all ranks; or an existing group with another
-            device, number of ranks or rank.
+            device is "cpu"; or an existing group with another device, number of ranks or rank.
     """
     require_one_of("device_type", device_type, get_args(DeviceType))
     joins = dist.is_initialized()
@@ -65,16 +62,11 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
             raise ValueError(problem)
     if not joins and ranks is not None:
         ranks.set_environment()
-        options: dict[str, Any] = {"backend": "nccl", "device_id": device}
-        if device.type == "cpu":
+        if device.type == "cuda":
+            dist.init_process_group("nccl", device_id=device)
+        else:
             torch.set_num_threads(1)
-            options = {"backend": "gloo"}
-        if ranks.local_world_size < ranks.world_size:  # hosts may have different devices
-            limit = dist.distributed_c10d._get_default_timeout(options["backend"])
-            store = next(rendezvous("env://", timeout=limit))[0]
-            _require_one_kind(store, ranks, device.type)
-            options |= {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
-        dist.init_process_group(**options)
+            dist.init_process_group("gloo")
     return device
 
 
@@ -113,25 +105,6 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
     if device_type == "cpu" or not enough:
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank if ranks.gpu is None else ranks.gpu)
-
-
-def _require_one_kind(store: dist.Store, ranks: RankInfo, kind: str) -> None:
-    """Raise ValueError on all ranks if some use a GPU and others the CPU: their groups would wait for one another."""
-    # No attempt is named, because agents may count them differently. So in a store that outlasts attempts, which
-    # docs/launch.md advises against on several hosts, this may read an earlier attempt's devices.
-    key = "evenrank/devices"
-    store.set(f"{key}/{ranks.rank}", kind)
-    if ranks.rank == 0:
-        kinds = store.multi_get([f"{key}/{rank}" for rank in range(ranks.world_size)])  # waits for all
-        on_cpu = [rank for rank, each in enumerate(kinds) if each == b"cpu"]
-        on_gpus = [rank for rank, each in enumerate(kinds) if each != b"cpu"]
-        problem = (
-            f"{name_ranks(on_cpu)} would train on the CPU, {name_ranks(on_gpus)} on GPUs; all ranks need the same kind "
-            "of device: make GPUs visible on every host, or choose device 'cpu'"
-        )
-        store.set(f"{key}/problem", problem if on_cpu and on_gpus else "")
-    if problem := store.get(f"{key}/problem").decode():
-        raise ValueError(problem)
 
 
 def _device_of_group(device_type: DeviceType) -> torch.device:

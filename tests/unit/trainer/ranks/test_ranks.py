@@ -209,48 +209,6 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, start):
         start()
 
 
-@pytest.mark.parametrize("host_without", [0, 1, None])
-def test_hosts_with_and_without_gpus_do_not_wait_for_one_another(monkeypatch, host_without):
-    """Two hosts of one rank each; they waited for each other's process group, until torch's timeout."""
-    devices = [torch.device("cpu") if host == host_without else GPU for host in range(2)]
-    store, made, limits = dist.HashStore(), [], set()
-    monkeypatch.setattr(dist.distributed_c10d, "default_pg_nccl_timeout", datetime.timedelta(minutes=10))
-    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
-    monkeypatch.setattr(launch, "rendezvous", lambda url, timeout: limits.add(timeout) or iter([(store, -1, -1)]))
-    monkeypatch.setattr(launch, "_own_device", lambda device_type, ranks: devices[ranks.rank])
-    monkeypatch.setattr(launch, "device_problem", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda **options: made.append(options["rank"]))
-
-    def start(host):
-        return launch.initialize_ranks(ranks=RankInfo(host, 2, 0, 1, "localhost:1"))
-
-    with ThreadPoolExecutor(2) as pool:
-        started = [pool.submit(start, host) for host in range(2)]
-    if host_without is None:
-        assert [each.result() for each in started] == devices and sorted(made) == [0, 1]
-        assert limits == {datetime.timedelta(minutes=10)}  # torch's for NCCL, as without a store of one's own
-        return
-    said = f"rank {host_without} would train on the CPU, rank {1 - host_without} on GPUs; all ranks need the same kind"
-    for each in started:
-        with pytest.raises(ValueError, match=f"^{said} of device: .*, or choose device 'cpu'$"):
-            each.result()
-    assert not made
-
-
-def test_the_first_rank_that_fails_in_an_attempt_reports_it(monkeypatch):
-    """Although torchrun's store has the claim of another rank in an earlier attempt, whose message was printed."""
-    store, reports = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
-    of_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2}
-    of_torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "job"}
-    for attempt, rank in (0, 0), (0, 1), (1, 1), (1, 0):
-        for name, value in (of_torchrun | {"TORCHELASTIC_RESTART_COUNT": attempt, "RANK": rank}).items():
-            monkeypatch.setenv(name, str(value))
-        reports.append(errors._claim_report())
-    assert reports == [True, False, True, False]
-
-
 def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
     monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
     made = []
