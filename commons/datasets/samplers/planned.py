@@ -66,7 +66,7 @@ class _KeptSteps:
                 others, self._others = self._others or itertools.islice(self._plan(), number, None), None
                 step = next(others, None)
                 if number == len(self._steps):  # a signal handler may have planned it meanwhile
-                    self._steps += [] if step is None else [step]
+                    self._steps[number:] = [] if step is None else [step]
                     self._others = others
             return number < len(self._steps)
 

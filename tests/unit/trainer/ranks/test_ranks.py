@@ -1,10 +1,8 @@
 """Processes as ranks: numbers, signals and exit statuses; a GPU that does not work, before groups are made."""
 
-import datetime
 import functools
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +205,18 @@ def test_ranks_on_a_gpu_without_code_do_not_start(monkeypatch, gpu, start):
     monkeypatch.setattr(cuda_check, "_run_fbgemm", raising(RuntimeError(NO_KERNEL)))
     with pytest.raises(ValueError, match="Tesla V100 has compute capability 7.0"):
         start()
+
+
+def test_the_first_rank_that_fails_in_an_attempt_reports_it(monkeypatch):
+    """Although torchrun's store has the claim of another rank in an earlier attempt, whose message was printed."""
+    store, reports = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
+    of_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "WORLD_SIZE": 2}
+    of_torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "job"}
+    for attempt, rank in (0, 0), (0, 1), (1, 1), (1, 0):
+        for name, value in (of_torchrun | {"TORCHELASTIC_RESTART_COUNT": attempt, "RANK": rank}).items():
+            monkeypatch.setenv(name, str(value))
+        reports.append(errors._claim_report())
+    assert reports == [True, False, True, False]
 
 
 def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
