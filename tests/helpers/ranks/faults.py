@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,8 @@ from tests.helpers.ranks.rank_pool import RankPool
 
 # Where the product keeps how many seconds a rank waits for the records of others.
 NAMES_SECONDS = (absence, "_RECORDS_SECONDS")
+# Numbers of the first channels within `own_groups`; equal on all ranks, which all use it.
+_FIRST_CHANNELS = itertools.count(10**6, 10**3)
 
 
 def my_batch(step: int = 0, rows: int = 6) -> SampleBatch:
@@ -54,9 +58,15 @@ def on_rank(rank: int, patch: contextlib.AbstractContextManager[Any]) -> context
     return patch if dist.get_rank() == rank else contextlib.nullcontext()
 
 
-def own_groups() -> contextlib.AbstractContextManager[Any]:
-    """Within the block, shufflers make process groups anew: none has been connected before, and none is kept."""
-    return mock.patch.object(groups, "_WORLDS", weakref.WeakKeyDictionary())
+@contextlib.contextmanager
+def own_groups() -> Iterator[None]:
+    """Within the block, shufflers make process groups anew: none has been connected before, and none is kept.
+
+    Their channels have numbers of their own, so that they do not read keys of earlier ones in the same store.
+    """
+    rank_set = partial(groups.RankSet, num_channels=next(_FIRST_CHANNELS))
+    with mock.patch.multiple(groups, _WORLDS=weakref.WeakKeyDictionary(), RankSet=rank_set):
+        yield
 
 
 def limit_waits(seconds: float, names: float | None = None) -> None:
