@@ -105,12 +105,17 @@ def ends_with_rank() -> int | None:
     return 0 if _describe_host() == _RANK_0 else None
 
 
-def attempt_of_store() -> str:
-    """The attempt of torchrun if its agent hosts the default store, which outlasts attempts; "0" for any other store.
+def attempt_of_torchrun() -> str:
+    """How often torchrun has restarted its ranks.
 
     Agents of two hosts count differently: one that restarts its ranks because the other has done so counts no attempt.
     """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _describe_host() == _AGENT else "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def attempt_of_store() -> str:
+    """The attempt of torchrun if its agent hosts the default store, which outlasts attempts; "0" for other stores."""
+    return attempt_of_torchrun() if _describe_host() == _AGENT else "0"
 
 
 def is_beside_host() -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from commons.distributed.channel.store import call_store
+from commons.distributed.channel.store import attempt_of_torchrun, call_store
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import first_line
 
@@ -165,7 +165,7 @@ def _claim_report() -> bool:
 def _claim_in_store() -> bool:
     store, rank, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_STORE_SECONDS)))
     # The store may outlast attempts. Where the agents of two hosts count them differently, there are two reports.
-    key = f"{_FIRST_FAILURE}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"{_FIRST_FAILURE}/{attempt_of_torchrun()}"
     return store.compare_set(key, "", str(rank)).decode() == str(rank)
 
 
