@@ -64,7 +64,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
             is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
             twice.
-        TypeError: `contextual_feature_names` is one string.
+        TypeError: `contextual_feature_names`, or `host_fields` of a subclass, is one string.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +75,10 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
     contextual_feature_names: list[str] = field(default_factory=list)
     labels: KeyedJaggedTensor | torch.Tensor | None = None
     actual_batch_size: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        require_names("host_fields", cls.host_fields)
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -178,8 +182,7 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         return self._host_arrays()[1 + names.index(name)]
 
     def _present_host_fields(self) -> list[str]:
-        names = require_names("host_fields", self.host_fields)
-        return [name for name in names if isinstance(getattr(self, name), torch.Tensor)]
+        return [name for name in self.host_fields if isinstance(getattr(self, name), torch.Tensor)]
 
     def _host_arrays(self) -> list[np.ndarray]:
         return host_arrays([self.features.lengths(), *(getattr(self, name) for name in self._present_host_fields())])

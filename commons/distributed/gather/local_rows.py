@@ -122,7 +122,7 @@ class RowCosts:
     def token_features(self) -> tuple[str, ...] | None:
         """Keys whose values are tokens; None for all except the labels'."""
         names = self.shuffler.token_feature_names
-        return None if names is None else tuple(names)
+        return None if names is None else tuple(require_names("token_feature_names", names))
 
     def calibrate(self, task: AttentionTask) -> AttentionTask | CalibratedTask:
         """See `BaseTaskBalancedBatchShuffler.calibrated`."""
@@ -205,7 +205,6 @@ class RowCosts:
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""
         if names := self.token_features:
-            require_names("token_feature_names", self.shuffler.token_feature_names)
             keys = [key for field in schema.jagged if not field.is_label for key in field.keys]
             if unknown := [name for name in names if name not in keys]:
                 raise KeyError(
