@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -114,6 +114,13 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
         close = difflib.get_close_matches(str(value), known, n=1)
         remedy = f"write {close[0]!r}" if close else "choose one"
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: {remedy}")
+
+
+def require_choices(settings: Any) -> None:
+    """Raise ValueError for a field of a dataclass whose type is a Literal and whose value is none of its choices."""
+    for name, hint in get_type_hints(type(settings)).items():
+        if get_origin(hint) is Literal:
+            require_one_of(name, getattr(settings, name), get_args(hint))
 
 
 def kind_of(value: Any) -> str:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from commons.checks import require_one_of, take_python_scalars
+from commons.checks import require_choices, require_one_of, take_python_scalars
 from commons.perf_model.partitioner import METHODS
 from commons.perf_model.partitioner.arguments import METHODS_WITH_SPEEDS
 
 Mode = Literal["balance", "observe", "off"]
 Transport = Literal["auto", "all_to_all", "all_gather"]
 Speeds = Literal["equal", "observe", "measured"]
-# The names that an option may have.
-_NAMES: dict[str, Sequence[str]] = {
-    "mode": get_args(Mode),
-    "partitioner": sorted(METHODS),
-    "transport": get_args(Transport),
-    "speeds": get_args(Speeds),
-}
 
 
 @dataclass(frozen=True)
@@ -71,8 +63,8 @@ class ShufflerOptions:
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
         if not (self.calibration is None or (isinstance(self.calibration, str) and self.calibration)):
             raise ValueError(f"calibration is {self.calibration!r}; it names a file, or is None: correct it")
-        for name, allowed in _NAMES.items():
-            require_one_of(name, getattr(self, name), allowed)
+        require_choices(self)
+        require_one_of("partitioner", self.partitioner, sorted(METHODS))
         if self.speeds == "measured" and self.partitioner not in METHODS_WITH_SPEEDS:
             raise ValueError(
                 f"speeds is 'measured' and partitioner is {self.partitioner!r}, which makes equal loads; "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from commons.checks import require_at_least, require_one_of, take_python_scalars
+from commons.checks import require_at_least, require_choices, take_python_scalars
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -46,8 +46,7 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        require_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtype))
-        require_one_of("kernel_backend", self.kernel_backend, get_args(KernelBackend))
+        require_choices(self)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class LayerOptions:
             require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
-        require_one_of("position_bias", self.position_bias, get_args(PositionBias))
+        require_choices(self)
         require_at_least("position_buckets", self.position_buckets, 2)  # distance 0 has its own bucket
 
     @property
@@ -238,7 +237,7 @@ class RetrievalOptions:
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
-        require_one_of("in_batch_pool", self.in_batch_pool, get_args(InBatchPool))
+        require_choices(self)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_names
+from commons.checks import require_choices, require_names
 
 # Names of columns that preprocessing adds.
 ACTIONS = "actions"
@@ -28,7 +28,7 @@ class EventColumns:
 
     `evenrank preprocess parquet` requires user and item and, for rows of events, time. The preprocessed files contain
     the names, so training does not need them: a name that is given again must be equal, and actions and context select
-    from the files' own. TypeError for one string as actions or context.
+    from the files' own. TypeError for one string as actions or context, ValueError for an unknown unit.
     """
 
     user: str | None = None
@@ -53,6 +53,7 @@ class EventColumns:
     counts. The column of users may be one of them."""
 
     def __post_init__(self) -> None:
+        require_choices(self)
         for part in ("actions", "context"):
             if getattr(self, part) is not None:
                 require_names(f"columns.{part}", getattr(self, part))

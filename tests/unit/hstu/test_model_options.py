@@ -179,6 +179,7 @@ def test_every_option_reaches_the_model():
     [
         (RUN, {"task": "retreival"}, "task is 'retreival'; it must be one of 'ranking', .*: write 'retrieval'"),
         (RUN.optimizer, {"dense_optimizer": "adamw"}, "dense_optimizer is 'adamw'; .* 'adam', 'sgd': write 'adam'"),
+        (RUN.dataset.columns, {"time_unit": "h"}, "time_unit is 'h'; it must be one of 's', 'ms', 'us', 'ns'"),
         (HSTU, {"hidden_size": 0}, "hidden_size is 0"),
         (HSTU, {"kv_channels": 2.5}, "kv_channels is 2.5"),
         (HSTU, {"target_group_size": 0}, "target_group_size is 0"),

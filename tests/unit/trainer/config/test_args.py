@@ -111,6 +111,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             {"sinks": ("graphite",)},
             "a name in sinks is 'graphite'; it must be one of 'tensorboard', 'wandb', 'mlflow', 'opentelemetry'",
         ),
+        ({"device": "gpu"}, "device is 'gpu'; it must be one of 'auto', 'cpu', 'cuda'"),
         ({"overwrite": True, "ckpt_load_dir": "x"}, "overwrite is True and ckpt_load_dir is 'x'; .*: give one of the"),
     ],
 )
