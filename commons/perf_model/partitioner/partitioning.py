@@ -96,9 +96,9 @@ def partition(
         workloads: cost of each sample: list, array or CPU tensor `(n,)` of non-negative integers.
         k_partitions: number of partitions, at least 1.
         method: "refined", "karmarkar_karp", "lpt" or "snake".
-        equal_size: whether sizes of partitions differ by at most one; otherwise they are free. Without `home`,
-            `max_tokens` and `speeds` the refined plan with free sizes is no worse, beyond 1 / 10,000, than the one with
-            equal sizes.
+        equal_size: whether sizes of partitions differ by at most one; otherwise they are free. Without `home`
+            and `max_tokens` the refined plan with free sizes is no worse, beyond 1 / 10,000, than the one with equal
+            sizes; with `speeds` beyond 1 / 1,000, and only up to 2^16 samples · partitions.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a partition may hold.
         home: the partition of each sample now, `(n,)`. Given, few tokens leave their partition, and the largest load is

@@ -107,28 +107,34 @@ inline Indices refined_to(const Problem& problem, Weight bound, Weight target, c
   return problem.largest(other) < load ? other : best;
 }
 
-// The default algorithm: refined_to() until the largest load is near the bound. If free sizes stay above it, the plan with
-// equal sizes is one more start, so that free sizes are no worse.
+// The problem with equal sizes, if sizes are free to be equal: its plan is one more start, so that free sizes are no worse.
+inline std::optional<Problem> with_equal_sizes(const Problem& problem) {
+  const Limits limits = Limits::of(static_cast<Weight>(problem.weights.size()), problem.num_parts, true);
+  if (problem.equal_size || !problem.limits.include(limits)) return std::nullopt;
+  Problem even = problem;
+  even.equal_size = true;
+  even.limits = limits;
+  return even;
+}
+
+// The default algorithm: refined_to() until the largest load is near the bound, then from the plan with equal sizes.
 inline Indices refined(const Problem& problem, const Bound& bound) {
   const Weight target = near(bound.load);
   Indices best = refined_to(problem, bound.load, target, bound.split);
   const Weight load = problem.largest(best);
-  const Limits limits = Limits::of(static_cast<Weight>(problem.weights.size()), problem.num_parts, true);
-  if (problem.equal_size || load <= target || !problem.limits.include(limits)) return best;
-  Problem even = problem;
-  even.equal_size = true;
-  even.limits = limits;
-  Indices other = refine(problem, refined(even, counting_bound(even)), target);
+  if (load <= target) return best;
+  const std::optional<Problem> even = with_equal_sizes(problem);
+  if (!even) return best;
+  Indices other = refine(problem, refined(*even, counting_bound(*even)), target);
   return problem.largest(other) < load ? other : best;
 }
 
 // The default algorithm for partitions of different speeds: LPT with the bases of a target near the bound, then swaps and
-// lower_time(); with few rows also from the plans of lpt_at_speeds() and for equal speeds, if the time is still above the
-// target.
-inline Indices refined_at_speeds(Problem problem, Weight bound) {
+// lower_time(); with few rows also from the plans of lpt_at_speeds(), for equal speeds and with equal sizes, if the time
+// is still above the target.
+inline Indices refined_at_speeds(const Problem& given, Weight bound) {
   const Weight target = near_time(bound);
-  Problem alike = problem;
-  alike.speeds = {};
+  Problem problem = given;
   problem.aim(target);
   Indices best = lpt(problem);
   if (problem.time(best) <= target) return best;
@@ -136,7 +142,13 @@ inline Indices refined_at_speeds(Problem problem, Weight bound) {
   if (problem.time(best) <= target) return best;
   if (!problem.is_few()) return lower_time(problem, std::move(best), bound, kTargets);
   best = lower_time(problem, std::move(best), bound, kTargetsOfFew);
-  for (Indices start : {lpt_at_speeds(problem), refined(alike, counting_bound(alike))}) {
+  Problem alike = given;
+  alike.speeds = {};
+  std::vector<Indices> starts{lpt_at_speeds(problem), refined(alike, counting_bound(alike))};
+  if (const auto even = with_equal_sizes(given)) {
+    starts.push_back(refined_at_speeds(*even, bound_of(even->weights, even->num_parts, even->limits, even->speeds).load));
+  }
+  for (Indices& start : starts) {
     Indices other = lower_time(problem, larger_loads_on_faster(problem, std::move(start)), bound, kTargetsOfFew);
     if (problem.time(other) < problem.time(best)) best = std::move(other);
   }

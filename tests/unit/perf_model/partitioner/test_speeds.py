@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import draw
@@ -88,6 +88,17 @@ def test_counts_caps_and_the_bound_are_kept(workloads, speeds, data):
         assert each.loads.tolist() == loads
         assert not equal_size or is_even(each.assignment, k)
     assert np.bincount(plan.assignment, tokens, k).max() <= cap
+
+
+@given(many, st.lists(st.integers(50, 100), min_size=1, max_size=9), st.integers(1, 3))
+@example([682, 461, 965, 120, 7, 300], [100, 71], 1)
+def test_free_counts_take_no_longer_than_equal_ones(workloads, speeds, steps):
+    free, equal = (
+        partition_grid(workloads, len(speeds), steps, equal_size=equal_size, speeds=speeds)
+        for equal_size in (False, True)
+    )
+    # A time within 1/2,000 of the bound is good enough, and times are rounded up.
+    assert free.sum_of_largest <= max(equal.sum_of_largest, free.lower_bound * 1.001 + steps)
 
 
 @given(workloads=many, k=st.integers(1, 8), speed=st.integers(1, 10**6), steps=st.integers(1, 2), even=st.booleans())
