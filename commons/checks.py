@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -89,8 +89,11 @@ def require_name(name: Any, what: str, example: str) -> None:
 
 
 def require_names(argument: str, names: Any) -> list[str]:
-    """The names as a list; TypeError for one string, whose letters would be the names, and for what is no name."""
-    if isinstance(names, str) or not isinstance(names, Iterable):
+    """The names as a list; TypeError for one string, whose letters would be the names, and for what is no name.
+
+    An iterator, such as a generator, is refused too: it can be read only once, and the caller's own read would be empty.
+    """
+    if isinstance(names, (str, Iterator)) or not isinstance(names, Iterable):
         remedy = f"write [{names!r}]" if isinstance(names, str) else "correct it"
         raise TypeError(f"{argument} is {names!r}; it must be a list of names: {remedy}")
     listed = list(names)
@@ -117,10 +120,17 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def require_choices(settings: Any) -> None:
-    """Raise ValueError for a field of a dataclass whose type is a Literal and whose value is none of its choices."""
+    """Check the fields of a dataclass by their types.
+
+    Raises:
+        ValueError: the type is a Literal, and the value is none of its choices.
+        TypeError: the type is a dataclass, and the value is not one of it.
+    """
     for name, hint in get_type_hints(type(settings)).items():
         if get_origin(hint) is Literal:
             require_one_of(name, getattr(settings, name), get_args(hint))
+        if is_dataclass(hint) and not isinstance(made := getattr(settings, name), hint):
+            raise TypeError(f"{name} is {made!r}; it must be {with_article(hint.__name__)}: make one, or leave it out")
 
 
 def kind_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arguments that are lists of names: one string in their place, whose letters would be the names, is refused."""
+"""Arguments that are lists of names: one string, whose letters would be the names, and an iterator are refused."""
 
 import pytest
 import torch
@@ -67,3 +67,5 @@ def test_a_string_is_no_list_of_names(argument, make, monkeypatch):
         make("item", monkeypatch)
     with pytest.raises(TypeError, match=rf"{argument} is \[7\]; names are strings: correct it$"):
         make([7], monkeypatch)
+    with pytest.raises(TypeError, match=rf"{argument} is <list_iterator .*; it must be a list of names: correct it$"):
+        make(iter(["item"]), monkeypatch)  # the first reader would leave nothing to the second

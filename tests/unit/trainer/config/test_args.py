@@ -126,6 +126,13 @@ def test_a_wrong_argument(changes, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["shuffler", "optimization", "sink_options"])
+@pytest.mark.parametrize("value", [None, {}, TrainerArgs])
+def test_settings_of_settings_are_of_their_class(name, value):
+    with pytest.raises(TypeError, match=f"^{name} is .*; it must be an? .*(Options|Args): make one, or leave it out$"):
+        TrainerArgs(4, 4, **{name: value})
+
+
 def test_limits_are_allowed_and_rules_hold_only_where_they_matter():
     rows, off = {"schedule_in": "rows"}, {"shuffler": ShufflerOptions(mode="off")}
     for changes in (
