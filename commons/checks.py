@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -91,9 +91,9 @@ def require_name(name: Any, what: str, example: str) -> None:
 def require_names(argument: str, names: Any) -> list[str]:
     """The names as a list; TypeError for one string, whose letters would be the names, and for what is no name.
 
-    An iterator, such as a generator, is refused too: it can be read only once, and the caller's own read would be empty.
+    The caller keeps the list: an iterator, such as a generator, can be read only once.
     """
-    if isinstance(names, (str, Iterator)) or not isinstance(names, Iterable):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         remedy = f"write [{names!r}]" if isinstance(names, str) else "correct it"
         raise TypeError(f"{argument} is {names!r}; it must be a list of names: {remedy}")
     listed = list(names)

@@ -45,7 +45,7 @@ class FeatureConfig:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        require_names("feature_names", self.feature_names)
+        object.__setattr__(self, "feature_names", require_names("feature_names", self.feature_names))
         if isinstance(self.max_item_ids, int):
             raise TypeError(
                 f"max_item_ids is the number {self.max_item_ids}; it is a list with one maximum per name: write "
@@ -336,11 +336,11 @@ def padded_kjt(values: Mapping[str, _Array], lengths: Mapping[str, _Array], batc
     By key, `values` have shape `(sum of the key's lengths,)`, all of one dtype, and `lengths` are int64 `(num_rows,)`.
     """
     flat = [_as_tensor(value) for value in values.values()]
-    rows = [_as_tensor(row) for row in lengths.values()]
+    rows = torch.stack([_as_tensor(row) for row in lengths.values()])
     return KeyedJaggedTensor(
         keys=list(values),
         values=torch.cat(flat),
-        lengths=torch.cat([torch.nn.functional.pad(row, (0, batch_size - row.numel())) for row in rows]),
+        lengths=torch.nn.functional.pad(rows, (0, batch_size - rows.shape[1])).flatten(),
         stride=batch_size,
         length_per_key=[value.numel() for value in flat],
     )

@@ -78,13 +78,13 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        require_names("host_fields", cls.host_fields)
+        cls.host_fields = tuple(require_names("host_fields", cls.host_fields))
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
             as_count(self.batch_size, "batch_size", 0)  # other batch types may have one below 0, which states nothing
         self.batch_size, self.actual_batch_size = row_counts(self)
-        require_names("contextual_feature_names", self.contextual_feature_names)
+        self.contextual_feature_names = require_names("contextual_feature_names", self.contextual_feature_names)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Arguments that are lists of names: one string, whose letters would be the names, and an iterator are refused."""
+"""Arguments that are lists of names: one string in their place, whose letters would be the names, is refused."""
 
 import pytest
 import torch
@@ -67,5 +67,16 @@ def test_a_string_is_no_list_of_names(argument, make, monkeypatch):
         make("item", monkeypatch)
     with pytest.raises(TypeError, match=rf"{argument} is \[7\]; names are strings: correct it$"):
         make([7], monkeypatch)
-    with pytest.raises(TypeError, match=rf"{argument} is <list_iterator .*; it must be a list of names: correct it$"):
-        make(iter(["item"]), monkeypatch)  # the first reader would leave nothing to the second
+
+
+def test_names_may_come_from_an_iterator():
+    """Which can be read only once: a check that reads it would leave nothing."""
+    batch = BaseBatch(random_batch(2).features, contextual_feature_names=iter(["item"]))
+    args = TrainerArgs(4, 4, eval_metrics=(f"HR@{k}" for k in (1, 5)), sinks=iter(["tensorboard"]))
+    columns = EventColumns(actions=iter(["buy", "like"]), context=iter([]))
+    counted = type("Counted", (BaseBatch,), {"host_fields": iter(["batch_size"])})
+    assert batch.contextual_feature_names == ["item"]
+    assert (args.eval_metrics, args.sinks) == (("HR@1", "HR@5"), ("tensorboard",))
+    assert (columns.actions, columns.context) == (("buy", "like"), ())
+    assert FeatureConfig(iter(["item"]), [9], 5, is_jagged=True).feature_names == ["item"]
+    assert counted.host_fields == ("batch_size",)

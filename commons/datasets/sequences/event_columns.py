@@ -56,7 +56,7 @@ class EventColumns:
         require_choices(self)
         for part in ("actions", "context"):
             if getattr(self, part) is not None:
-                require_names(f"columns.{part}", getattr(self, part))
+                object.__setattr__(self, part, tuple(require_names(f"columns.{part}", getattr(self, part))))
 
     @property
     def is_given(self) -> bool:

@@ -205,11 +205,10 @@ class TrainerArgs:
                 "ckpt_load_dir continues it: give one of the two, or another run_dir"
             )
         if self.peak_tflops is not None:
-            require_positive(
-                "peak_tflops", self.peak_tflops, "it is the positive rate of a device's data sheet: correct it"
-            )
-        require_names("eval_metrics", self.eval_metrics)
-        for name in require_names("sinks", self.sinks):
+            require_positive("peak_tflops", self.peak_tflops, "it is the positive rate of a data sheet: correct it")
+        self.eval_metrics = tuple(require_names("eval_metrics", self.eval_metrics))
+        self.sinks = tuple(require_names("sinks", self.sinks))  # type: ignore[arg-type]  # the loop checks them
+        for name in self.sinks:
             require_one_of("a name in sinks", name, get_args(SinkName))
         if self.profile_step_end <= self.profile_step_start:
             raise ValueError(
