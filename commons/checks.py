@@ -129,7 +129,7 @@ def require_choices(settings: Any) -> None:
     for name, hint in get_type_hints(type(settings)).items():
         if get_origin(hint) is Literal:
             require_one_of(name, getattr(settings, name), get_args(hint))
-        if is_dataclass(hint) and not isinstance(made := getattr(settings, name), hint):
+        if isinstance(hint, type) and is_dataclass(hint) and not isinstance(made := getattr(settings, name), hint):
             raise TypeError(f"{name} is {made!r}; it must be {with_article(hint.__name__)}: make one, or leave it out")
 
 
