@@ -65,7 +65,7 @@ def drawn(axes):
 
 
 def test_text_is_escaped_and_nothing_has_a_name_twice(tmp_path):
-    evil = '<script>alert("x")</script> --flag & </p>'
+    evil = '<script>alert("x")</script> --flag 4 & </p>'
     picture = Picture(evil, evil, drawn)
     table = AnswerTable((evil, "b"), ((evil, "1"), ("x", evil)), evil, marked=1)
     section = Section(evil, (evil,), lambda: (picture, picture), (table,), ((evil, evil),), (evil,))
@@ -73,7 +73,7 @@ def test_text_is_escaped_and_nothing_has_a_name_twice(tmp_path):
     write_page(answer, tmp_path / "p.html", evil)
     text, words = read_page(tmp_path / "p.html")
     assert text.count("<svg") == 2 and '<script>alert("x")</script>' in words and "a < b & c" in words
-    assert "<code>--flag</code>" in text
+    assert "<code>--flag 4</code>" in text
 
 
 def test_pictures_take_their_colours_from_the_page():
