@@ -67,9 +67,14 @@ class EpochSampler(Sampler[T]):
         self._seed = seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, which begins at its first row; ValueError for no integer, or below 0."""
-        self.epoch = as_count(epoch, "epoch", 0)
-        self.start = EPOCH_START
+        """Set the epoch of the next iteration; ValueError for no integer, or below 0.
+
+        The iteration begins at the epoch's first row. If it is the next epoch already, its place is kept, so that a
+        loop that calls this in every epoch continues where `start_at` or a loader's `load_state_dict` has set it.
+        """
+        epoch = as_count(epoch, "epoch", 0)
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, EPOCH_START
 
     def start_at(self, row: int, steps: int = 0) -> None:
         """Begin the next iteration after the first `row` rows of the epoch.
