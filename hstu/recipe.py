@@ -171,6 +171,8 @@ class HSTURecipe(Recipe):
     def fingerprint(self) -> dict[str, Any]:
         """The settings that determine the shapes and the meaning of the weights, and what the ids of the data mean."""
         ids = stated_by(self._training_data, "vocabulary_digests")
+        if self.config.task == "ranking" and (labels := getattr(self._training_data, "labels", ())):
+            ids["labels"] = ", ".join(labels)
         weights = weights_of(self.model_config)
         return {"task": self.config.task, "model": weights, "vocabulary_digests": ids, **super().fingerprint()}
 

@@ -149,6 +149,9 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         self.vocabulary_sizes = {name: self.metadata.vocabulary_sizes[name] for name in tokens}
         digests = self.metadata.vocabulary_digests
         self.vocabulary_digests = {name: digests[name] for name in tokens if name in digests}
+        if schema.action_names:  # a few names, which need no digest
+            self.vocabulary_digests[str(schema.action_feature_name)] = ", ".join(schema.action_names)
+        self.labels = schema.task_names[: self.num_tasks]
         for name, ids in self.vocabulary_sizes.items():
             size = (table_sizes or {}).get(name)
             if size is not None and ids > size:

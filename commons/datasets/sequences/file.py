@@ -40,6 +40,9 @@ class SequenceSchema:
     # Units per second of the list column "timestamp": 1,000 for milliseconds; None if the data have no times.
     timestamps_per_second: int | None = 1
     user_feature_name: str = "user_id"  # plain column of user ids
+    # Of your own files: the kind of action of each bit of an action id, and of each label.
+    action_names: tuple[str, ...] = ()
+    task_names: tuple[str, ...] = ()
 
 
 class SequenceFile:

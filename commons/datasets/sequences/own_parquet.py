@@ -74,6 +74,8 @@ def _schema_of(columns: EventColumns, made_with: EventColumns, timestamps_per_se
         tasks=tuple(partial(np.bitwise_and, 1 << (made_with.actions or ()).index(action)) for action in actions),
         timestamps_per_second=timestamps_per_second,
         user_feature_name=str(columns.user),
+        action_names=tuple(made_with.actions or ()) if actions else (),
+        task_names=tuple(actions),
     )
 
 

@@ -80,12 +80,13 @@ def test_ranking_and_retrieval(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_fits_only_data_with_the_same_ids(two_ranks, tmp_path):
-    """Data made again with other items, equally many: an id would have the weights of another item."""
-    preprocess = ["preprocess", "parquet", "--config", str(CONFIG), "--source", str(tmp_path / "log")]
+    """Data made again with other items or actions, equally many: an id would have the weights of another one."""
+    preprocess = ["preprocess", "parquet", "--source", str(tmp_path / "log"), "--output", str(tmp_path / "data")]
+    columns = "--columns.user uid --columns.item iid --columns.time ts --columns.context gender --columns.actions"
 
-    def make_data(first_item: int) -> None:
+    def make_data(first_item: int, *actions: str) -> None:
         write_log(tmp_path / "log", first_item)
-        assert main([*preprocess, "--output", str(tmp_path / "data"), "--test-fraction", "0.3"]) == 0
+        assert main([*preprocess, "--test-fraction", "0.3", *columns.split(), *(actions or ("click", "like"))]) == 0
 
     saves = ["--trainer.ckpt-save-interval", "2", "--trainer.ckpt-save-dir", str(tmp_path / "checkpoints")]
     make_data(-3)
@@ -94,5 +95,12 @@ def test_a_checkpoint_fits_only_data_with_the_same_ids(two_ranks, tmp_path):
     make_data(-2)
     (error,) = set(two_ranks.run(error_of, train, tmp_path, *resumes, "4"))
     assert "was written with vocabulary_digests.iid = " in error and "a checkpoint fits only" in error
+    make_data(-3)
+    swapped = ["--dataset.columns.actions", "like", "click"]
+    (error,) = set(two_ranks.run(error_of, train, tmp_path, *resumes, "4", *swapped))
+    assert "was written with vocabulary_digests.labels = 'click, like', this run has 'like, click'" in error
+    make_data(-3, "like", "click")
+    (error,) = set(two_ranks.run(error_of, train, tmp_path, *resumes, "4"))
+    assert "was written with vocabulary_digests.actions = 'click, like', this run has 'like, click'" in error
     make_data(-3)
     assert two_ranks.run(train, tmp_path, *resumes, "4")[0][0] == 4
