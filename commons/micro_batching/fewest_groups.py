@@ -11,7 +11,7 @@ import numpy as np
 from commons.micro_batching.first_fit import first_fit, first_fit_equal, l2_bound, multifit, split_heaviest
 from commons.micro_batching.leveling import level
 from commons.micro_batching.repacking import pack_under
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import members, sum_by_rank
 from commons.perf_model.partitioner import lower_bound, partition
 
 # Up to this number of rows times groups, "refined" starts from Karmarkar-Karp too: kFew in native/plan.hpp.
@@ -70,8 +70,7 @@ def group_of_each(groups: Sequence[Sequence[int]], number: int) -> np.ndarray:
 
 def groups_of(parts: np.ndarray) -> list[list[int]]:
     """The inverse of `group_of_each`: the indices of each group, ascending."""
-    ends = np.cumsum(np.bincount(parts))[:-1]
-    return [indices.tolist() for indices in np.split(np.argsort(parts, kind="stable"), ends)]
+    return [indices.tolist() for indices in members(parts, int(parts.max()) + 1)]
 
 
 def in_order(parts: np.ndarray, loads: np.ndarray) -> np.ndarray:

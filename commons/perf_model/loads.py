@@ -15,6 +15,16 @@ def sum_by_rank(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndar
     return totals
 
 
+def members(numbers: np.ndarray, count: int) -> list[np.ndarray]:
+    """The indices of each number 0 … `count` − 1, ascending: one sort, instead of one search for each number.
+
+    >>> [indices.tolist() for indices in members(np.array([2, 0, 2]), 3)]
+    [[1], [], [0, 2]]
+    """
+    small = numbers.astype(np.min_scalar_type(count))  # numpy sorts 16 bits in linear time
+    return np.split(np.argsort(small, kind="stable"), np.cumsum(np.bincount(small, minlength=count))[:-1])
+
+
 def numbered(ids: np.ndarray) -> np.ndarray:
     """Number equal ids, in the order of first appearance, int64 `(rows,)`."""
     _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)

@@ -11,7 +11,7 @@ import numpy as np
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.datasets.samplers.planned import PlannedSampler, PlannedStep
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import members, sum_by_rank
 from commons.perf_model.partitioner import padded_groups, partition_grid
 
 
@@ -193,15 +193,14 @@ class BalancedBatchSampler(PlannedSampler):
                     "here and in later steps: raise max_tokens, or lower batch_size",
                     *(most - self._max_tokens, self._max_tokens),
                 )
-        for step in range(steps):
-            chosen = np.flatnonzero(grid.step == step)
+        for chosen in members(grid.step, steps):
             yield self._step(units[chosen], grid.assignment[chosen])
 
     def _plan_padded(self, rows: np.ndarray, steps: int, seed: list[int]) -> Iterator[PlannedStep]:
         """Steps with batches of similar cost, because ranks wait for the costliest; steps and ranks in random order."""
         batches = padded_groups(self._costs[0, rows], num_groups=steps * self._num_ranks, steps=steps)
         step_of_row, rank_of_row = np.divmod(batches, self._num_ranks)
-        draw = np.random.default_rng(seed)
+        of_steps, draw = members(step_of_row, steps), np.random.default_rng(seed)
         for step in draw.permutation(steps):
-            chosen = np.flatnonzero(step_of_row == step)
+            chosen = of_steps[step]
             yield PlannedStep(rows[chosen], draw.permutation(self._num_ranks)[rank_of_row[chosen]])
