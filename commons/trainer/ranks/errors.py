@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -80,7 +81,8 @@ def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
     """Send logging to `<run_dir>/rank<r>.log`: warnings of rank 0, and errors of every rank.
 
     Rank 0 also prints evenrank's own warnings on stderr, but not those of libraries. An earlier log is removed or, with
-    `append`, continued; the first line creates the file. Called once per process, after `initialize_ranks`.
+    `append`, continued; the first line creates the file. From then on, text for stdout and stderr is dropped while they
+    cannot be written. Called once per process, after `initialize_ranks`.
 
     Raises:
         ValueError: `run_dir` cannot be created or written.
@@ -101,6 +103,7 @@ def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # otherwise a full disk prints a traceback for every line
+    sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))
     logging.getLogger().handlers = [handler]
     for torch_handler in logging.getLogger("torch").handlers:
         if type(torch_handler) is logging.StreamHandler:  # torch's own
@@ -111,6 +114,25 @@ def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
         shown.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         for package in OWN_PACKAGES:
             logging.getLogger(package).addHandler(shown)
+
+
+class _Lossy:
+    """A stream that drops text while its file cannot be written: a run goes on where its output has filled the disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def _report(error: Exception) -> int:

@@ -183,6 +183,11 @@ def main():
         raise RuntimeError("out of order")
     if case == "travelled":
         raise RuntimeError("rank 1: OSError: out of order")
+    if case == "full disk":
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
+            print("lost", file=stream, flush=True)
+        return
     os.kill(os.getpid(), signal.SIGINT)
     print("goes on")
 for case in sys.argv[2:]:
@@ -205,6 +210,7 @@ def test_how_programs_end(tmp_path):
         "mistake": (2, "", "error: x is 3, the rule is another: correct it\n"),
         "bug": (1, "", f"error: RuntimeError: out of order (traceback in {tmp_path}/bug/rank0.log)\n"),
         "travelled": (1, "", f"error: rank 1: OSError: out of order (traceback in {tmp_path}/travelled/rank0.log)\n"),
+        "full disk": (0, "", ""),
         "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
         "ignored": (0, "goes on\n", ""),
     }
