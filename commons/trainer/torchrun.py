@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 
 def torchrun(argv: Sequence[str]) -> int:
@@ -22,7 +23,7 @@ def torchrun(argv: Sequence[str]) -> int:
 
     Returns:
         0, or the exit status of the rank that failed first; 128 + n if signal n ended a rank or this process, as in a
-        shell: 130 after Ctrl-C.
+        shell: 130 after Ctrl-C; 1 if the hosts' rendezvous fails.
     """
     # The failed rank prints its own error; torchrun's log would only repeat it.
     logging.disable(logging.ERROR)
@@ -32,6 +33,10 @@ def torchrun(argv: Sequence[str]) -> int:
         return _exit_status(error)
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    except RendezvousError as error:
+        reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+        sys.stderr.write(f"error: the hosts' rendezvous failed ({reason}): look at the host of --rdzv-endpoint\n")
+        return 1
     finally:
         logging.disable(logging.NOTSET)
     return 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.utils.data import DataLoader
 
 from commons.releases import RELEASES
@@ -17,7 +18,7 @@ from commons.trainer.ranks import cuda_check, errors, launch
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.ranks.stop import keep_workers
-from commons.trainer.torchrun import _exit_status
+from commons.trainer.torchrun import _exit_status, torchrun
 
 ONE = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, address="localhost:29500")
 
@@ -98,6 +99,20 @@ def failed(*exits):
 )
 def test_exit_status(exits, status, said, capsys):
     assert _exit_status(failed(*exits)) == status
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RendezvousTimeoutError(), "RendezvousTimeoutError"),
+        (RendezvousConnectionError("the store has ended"), "RendezvousConnectionError: the store has ended"),
+    ],
+)
+def test_a_rendezvous_that_fails_is_one_line(error, reason, monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed.run, "main", raising(error))
+    assert torchrun([]) == 1
+    said = f"error: the hosts' rendezvous failed ({reason}): look at the host of --rdzv-endpoint\n"
     assert capsys.readouterr().err == said
 
 
