@@ -31,7 +31,7 @@ _GRACE_SECONDS = 5.0
 
 
 class _TrainerCollectives(NamedCollectives):
-    remedy = "see the log there, or raise the timeout of init_process_group"
+    remedy = "see the log there, or raise trainer.shuffler.timeout (in your own process group, its timeout)"
 
     def _known_failure(self) -> RankMissingError | None:
         return _failure_of_shufflers() or self.failure

@@ -51,6 +51,12 @@ def _of_the_decoder():
     return functools.partial(_all_reduce, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
+def _of_the_trainer():
+    dist.barrier()
+    limit_collectives(0.5)
+    return functools.partial(gather_texts, "", torch.device("cpu"))
+
+
 def _of_the_end_of_a_step():
     stop = StopSignal()
     stop.after_step()
@@ -68,6 +74,7 @@ def _of_the_end_of_a_step():
     [
         (_of_the_model, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
         (_of_the_decoder, "a collective of the model failed in step 7 on rank 0; rank 1 did not report the failure"),
+        (_of_the_trainer, r"rank 1 did not take part in the gather of texts .* or raise trainer\.shuffler\.timeout"),
         (
             _of_the_end_of_a_step,
             r"rank 1 did not take part in the agreement to stop of step 2.* raise trainer\.shuffler\.timeout",
