@@ -119,7 +119,7 @@ def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, known))}: {remedy}")
 
 
-def require_choices(settings: Any) -> None:
+def require_field_types(settings: Any) -> None:
     """Check the fields of a dataclass by their types.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from commons.checks import require_at_least, require_choices
+from commons.checks import require_at_least, require_field_types
 from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -84,7 +84,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_shuffler(self.shuffler_type, self.imports)
-        require_choices(self)
+        require_field_types(self)
         if self.dataset.dataset_name in SID_DATASETS:
             raise ValueError(
                 f"dataset_name is {self.dataset.dataset_name!r}, whose items are semantic IDs; HSTU trains on "

@@ -200,4 +200,4 @@ def write_page(answer: Answer, path: Path, command: str) -> None:
 
 def _flags_as_code(text: str) -> Markup:
     """Mark flags as code, so that lines do not break at their hyphens."""
-    return Markup(re.sub(r"--[a-z][\w.-]*\w(?: \d+)?", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704
+    return Markup(re.sub(r"--[a-z][\w.-]*\w(?: \d+)?", r"<code>\g<0></code>", str(escape(text))))  # noqa: S704  escaped

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from commons.distributed.engine.shuffle_handle import PreparedShuffle
 from commons.distributed.process_group import resolve_process_group
+from commons.perf_model.loads import members
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.fields import copy_batch
@@ -63,9 +64,7 @@ class GlobalBatch:
         here = np.flatnonzero(plan.destination % steps == self.step)
         rank = plan.destination[here] // steps
         (of_key,) = plan.gathered.lengths_of_keys([columns[batch.features.keys().index(key)]])[:, here]
-        ends = np.cumsum(np.bincount(rank, minlength=plan.gathered.num_ranks))
-        # One sort instead of one selection for each of perhaps thousands of ranks.
-        return np.split(of_key[np.argsort(rank, kind="stable")], ends[:-1])
+        return [of_key[own] for own in members(rank, plan.gathered.num_ranks)]
 
     @property
     def _trained_now(self) -> np.ndarray | slice:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_choices, require_one_of, take_python_scalars
+from commons.checks import require_field_types, require_one_of, take_python_scalars
 from commons.perf_model.partitioner import METHODS
 from commons.perf_model.partitioner.arguments import METHODS_WITH_SPEEDS
 
@@ -63,7 +63,7 @@ class ShufflerOptions:
             object.__setattr__(self, "calibration", os.fspath(self.calibration))
         if not (self.calibration is None or (isinstance(self.calibration, str) and self.calibration)):
             raise ValueError(f"calibration is {self.calibration!r}; it names a file, or is None: correct it")
-        require_choices(self)
+        require_field_types(self)
         require_one_of("partitioner", self.partitioner, sorted(METHODS))
         if self.speeds == "measured" and self.partitioner not in METHODS_WITH_SPEEDS:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commons.checks import require_at_least, require_choices, take_python_scalars
+from commons.checks import require_at_least, require_field_types, take_python_scalars
 from commons.micro_batching.allocation import get_allocate_fn
 
 Order = Literal["heaviest_first", "light_ends"]
@@ -46,4 +46,4 @@ class MicroBatchSpec:
         if self.max_tokens_per_mb is not None:
             require_at_least("max_tokens_per_mb", self.max_tokens_per_mb, 1)
         get_allocate_fn(self.packing_algorithm)
-        require_choices(self)
+        require_field_types(self)

@@ -78,7 +78,8 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.host_fields = tuple(require_names("host_fields", cls.host_fields))
+        if "host_fields" in vars(cls):
+            cls.host_fields = tuple(require_names("host_fields", cls.host_fields))
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:

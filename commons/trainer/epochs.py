@@ -233,14 +233,13 @@ class Epochs:
     def _set_place(self, start: Place) -> None:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
-        if start == EPOCH_START:
-            return
-        if not hasattr(self._sampler, "start_at"):
+        if hasattr(self._sampler, "start_at"):
+            self._sampler.start_at(*(start if start.steps else start[:1]))
+        elif start != EPOCH_START:
             raise ValueError(
                 f"the checkpoint ends within epoch {self._epoch}, and {type(self._sampler).__name__} cannot begin "
                 "there; resuming needs a sampler with start_at(row): use a sampler of commons.datasets.samplers.epoch"
             )
-        self._sampler.start_at(*(start if start.steps else start[:1]))
 
 
 def _require_no_groups(args: TrainerArgs, shuffler: BaseTaskBalancedBatchShuffler) -> None:

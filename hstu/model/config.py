@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from commons.checks import require_at_least, require_choices, take_python_scalars
+from commons.checks import require_at_least, require_field_types, take_python_scalars
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -46,7 +46,7 @@ class ExecutionConfig:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        require_choices(self)
+        require_field_types(self)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class LayerOptions:
             require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
-        require_choices(self)
+        require_field_types(self)
         require_at_least("position_buckets", self.position_buckets, 2)  # distance 0 has its own bucket
 
     @property
@@ -237,7 +237,7 @@ class RetrievalOptions:
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
-        require_choices(self)
+        require_field_types(self)
 
 
 @dataclass(frozen=True)

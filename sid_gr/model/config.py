@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_at_least, require_choices
+from commons.checks import require_at_least, require_field_types
 
 HeadKind = Literal["separate", "shared"]
 
@@ -56,7 +56,7 @@ class SIDGRConfig:
                 f"hidden_size is {self.hidden_size}, num_attention_heads is {self.num_attention_heads}; without "
                 "kv_channels the heads share the width evenly: choose a divisor, or give kv_channels"
             )
-        require_choices(self)
+        require_field_types(self)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         for name in ("init_method_std", "layer_norm_eps"):

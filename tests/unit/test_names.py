@@ -80,3 +80,5 @@ def test_names_may_come_from_an_iterator():
     assert (columns.actions, columns.context) == (("buy", "like"), ())
     assert FeatureConfig(iter(["item"]), [9], 5, is_jagged=True).feature_names == ["item"]
     assert counted.host_fields == ("batch_size",)
+    plain = type("Plain", (BaseBatch,), {})
+    assert type("Both", (plain, counted), {}).host_fields == counted.host_fields  # inherited through a class without

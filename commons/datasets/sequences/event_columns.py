@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_choices, require_names
+from commons.checks import require_field_types, require_names
 
 # Names of columns that preprocessing adds.
 ACTIONS = "actions"
@@ -53,7 +53,7 @@ class EventColumns:
     counts. The column of users may be one of them."""
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_field_types(self)
         for part in ("actions", "context"):
             if getattr(self, part) is not None:
                 object.__setattr__(self, part, tuple(require_names(f"columns.{part}", getattr(self, part))))

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from commons.checks import require_at_least, require_choices, require_names, require_one_of, take_python_scalars
+from commons.checks import require_at_least, require_field_types, require_names, require_one_of, take_python_scalars
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
@@ -32,7 +32,7 @@ class OptimizationArgs:
     def __post_init__(self) -> None:
         require_at_least("accumulation_steps", self.accumulation_steps, 1)
         require_at_least("warmup_steps", self.warmup_steps, 0)
-        require_choices(self)
+        require_field_types(self)
         if self.max_grad_norm is not None:
             require_positive("max_grad_norm", self.max_grad_norm, "a norm is positive: raise it, or leave it out")
         if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
@@ -183,7 +183,7 @@ class TrainerArgs:
                 require_at_least(name, getattr(self, name), 1)
         for name in ("seed", "profile_step_start", "profile_step_end"):
             require_at_least(name, getattr(self, name), 0)
-        require_choices(self)
+        require_field_types(self)
         if self.ckpt_save_interval != -1:
             require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
             in_steps = self.schedule_in == "steps"  # in rows, a checkpoint waits for the end of the accumulation

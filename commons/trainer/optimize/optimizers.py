@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from commons.checks import require_choices
+from commons.checks import require_field_types
 from commons.trainer.config.args import require_positive
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 
@@ -31,7 +31,7 @@ class OptimizerArgs:
         return {"dense_optimizer": self.dense_optimizer, "embedding_optimizer": self.embedding_optimizer}
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_field_types(self)
         for name in ("dense_lr", "embedding_lr"):
             require_positive(name, getattr(self, name), "a learning rate is positive and finite: correct it")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):

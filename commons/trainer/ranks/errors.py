@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -103,7 +103,10 @@ def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # otherwise a full disk prints a traceback for every line
-    sys.stdout, sys.stderr = cast(TextIO, _Lossy(sys.stdout)), cast(TextIO, _Lossy(sys.stderr))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Lossy):  # None: closed when the program was started
+            setattr(sys, name, _Lossy(stream))
     logging.getLogger().handlers = [handler]
     for torch_handler in logging.getLogger("torch").handlers:
         if type(torch_handler) is logging.StreamHandler:  # torch's own

@@ -36,7 +36,7 @@ def _open(workloads, **changes):
         work = workloads[rank] if isinstance(workloads[0], list) else workloads
         sampler = BalancedBatchSampler(work, 2, num_ranks=2, rank=rank, **changes)
     epochs = epochs_of(DataLoader(rows, batch_sampler=sampler), schedule_in="rows")
-    return epochs.rows_of_epoch(0), [batch.tolist() for (batch,) in epochs.open(0, (0, 0))]
+    return epochs.rows_of_epoch(0), [batch.tolist() for (batch,) in epochs.open(0, EPOCH_START)]
 
 
 @on_two_ranks

@@ -178,6 +178,8 @@ from commons.trainer.ranks.errors import log_to_file, run_main
 def main():
     if case == "mistake":
         raise KeyError("x is 3, the rule is\\nanother: correct it")
+    if case == "closed":
+        sys.stdout = sys.stderr = None  # as Python does for streams that are closed when it starts
     log_to_file(folder)
     if case == "bug":
         raise RuntimeError("out of order")
@@ -188,6 +190,8 @@ def main():
             os.dup2(os.open("/dev/full", os.O_WRONLY), stream.fileno())
             print("lost", file=stream, flush=True)
         return
+    if case == "closed":
+        return print("lost", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
     print("goes on")
 for case in sys.argv[2:]:
@@ -211,6 +215,7 @@ def test_how_programs_end(tmp_path):
         "bug": (1, "", f"error: RuntimeError: out of order (traceback in {tmp_path}/bug/rank0.log)\n"),
         "travelled": (1, "", f"error: rank 1: OSError: out of order (traceback in {tmp_path}/travelled/rank0.log)\n"),
         "full disk": (0, "", ""),
+        "closed": (0, "", ""),
         "interrupted": (-signal.SIGINT, "", ""),  # a shell says 130
         "ignored": (0, "goes on\n", ""),
     }
