@@ -32,10 +32,11 @@ def ffd_allocate(
 
     If `min_groups` or the divisor requires more groups, first fit runs under a lower capacity that yields their number
     (MULTIFIT), which also makes the groups more even. With `equal_size`, groups that are full by number of rows are
-    skipped, and the number of groups is raised until every row fits.
+    skipped; if a row fits no group then, "refined" divides the rows into as many groups, and if these exceed the
+    capacity, there is one group more.
 
-    Takes O(n log n); with more groups than first fit needs O(n log n · log capacity); with `equal_size` O(n·k) for each
-    number of groups tried. The number of groups is at most 11/9 of the fewest plus a constant; the loads are uneven.
+    Takes O(n log n); with more groups than first fit needs O(n log n · log capacity); with `equal_size` O(n log n) and
+    a plan for each number of groups tried. The number of groups is at most 11/9 of the fewest plus a constant; the loads are uneven.
 
     Args:
         values: size of each row, such as its tokens: list, array or CPU tensor `(n,)` of non-negative integers.

@@ -93,7 +93,9 @@ def _search(attempt: Attempt, problem: PackingProblem) -> np.ndarray | None:
 
 def _first_fit(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
     if problem.equal_size:
-        return first_fit_equal(problem.weights, problem.capacity, num_groups)
+        # First fit leaves the light rows for the last groups, which then lack room for their number of rows.
+        parts = first_fit_equal(problem.weights, problem.capacity, num_groups)
+        return problem.planned(num_groups, "refined") if parts is None else parts
     needed = int(problem.first_fit.max()) + 1
     if needed > num_groups:
         return None
@@ -107,8 +109,10 @@ def _differencing(problem: PackingProblem, num_groups: int) -> np.ndarray | None
 def _refined(problem: PackingProblem, num_groups: int) -> np.ndarray | None:
     """The planner's groups if they keep the capacity, else groups packed under the capacity; then narrow the spread."""
     parts = problem.planned(num_groups, "refined")
-    if parts is None:
-        parts = _first_fit(problem, num_groups) if problem.equal_size else _packed_tightly(problem, num_groups)
+    if parts is None and problem.equal_size:
+        parts = first_fit_equal(problem.weights, problem.capacity, num_groups)
+    elif parts is None:
+        parts = _packed_tightly(problem, num_groups)
     if parts is None:
         return None
     parts = split_heaviest(problem.weights, parts, num_groups)

@@ -69,6 +69,7 @@ def test_what_always_holds(problem):
         assert keys == sorted(keys)  # heaviest first, then by the first index
         counts[allocate] = len(groups)
     assert counts[refined_allocate] <= min(counts.values())
+    assert not equal_size or counts[ffd_allocate] == counts[refined_allocate]
 
 
 @settings(max_examples=100)
@@ -78,6 +79,14 @@ def test_first_fit_is_first_fit_and_refined_takes_no_more_groups_than_plain_diff
     assert sorted(map(sorted, plain_first_fit(values, capacity))) == sorted(ffd_allocate(values, capacity))
     for fewer in range(1, len(refined_allocate(values, capacity))):  # into which differencing puts too much
         assert max(loads_of(values, plain_karmarkar_karp(values, fewer, equal_size=False))) > capacity
+
+
+def test_equal_sizes_of_heavy_tailed_values_need_few_groups():
+    """First fit puts the light rows into the last groups, and would need 201 groups of 5 rows."""
+    values = np.random.default_rng(0).lognormal(5, 1, 1000).clip(1, 8192).astype(np.int64)
+    groups = ffd_allocate(values, 8192, equal_size=True)
+    assert len(groups) == bound_of(values, 8192) == 28
+    assert set(map(len, groups)) == {35, 36} and max(loads_of(values, groups)) <= 8192
 
 
 GROUPINGS = {num_rows: [np.array(each) for each in groupings(num_rows)] for num_rows in range(1, 8)}
