@@ -20,6 +20,7 @@ from commons.sequence_batch.open_batch import row_counts, value_at
 
 # Odd multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed 64-bit integers.
 _MULTIPLIERS = (-4658895280553007687, -7723592293110705685)
+_CHUNK = 1 << 20  # values that are hashed at once, in about 64 MB
 _INTEGER_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,19 +37,18 @@ def _part_hashes(part: Part, batch: Any, rows: int) -> torch.Tensor:
     size = part.dtype.itemsize
     # A copy, because a view may be conjugated or negated, or have gaps in memory although it counts as contiguous.
     plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).flatten()
-    integers = plain.view(_INTEGER_BY_SIZE[min(size, 8)]).to(torch.int64)
-    per_entry = part.elements * max(1, size // 8)
-    if part.is_dense:
-        row = torch.arange(rows, device=tensor.device).repeat_interleave(per_entry)
-        position = torch.arange(integers.numel(), device=tensor.device) % max(1, per_entry)
-    else:
-        lengths = value_at(batch, part.path).lengths().to(torch.int64) * per_entry
-        segment = torch.repeat_interleave(torch.arange(len(lengths), device=tensor.device), lengths)
-        starts = torch.cumsum(lengths, 0) - lengths
-        row = segment % rows
-        position = torch.arange(integers.numel(), device=tensor.device) - starts[segment] + (segment // rows << 32)
-    element_hash = _mix(_mix(integers) + position)
-    return _mix(torch.zeros(rows, dtype=torch.int64, device=tensor.device).index_add_(0, row, element_hash))
+    integers = plain.view(_INTEGER_BY_SIZE[min(size, 8)])
+    entries = torch.ones(rows, device=tensor.device) if part.is_dense else value_at(batch, part.path).lengths()
+    lengths = entries.to(torch.int64) * (part.elements * max(1, size // 8))
+    ends = torch.cumsum(lengths, 0)
+    hashes = torch.zeros(rows, dtype=torch.int64, device=tensor.device)
+    for first in range(0, integers.numel(), _CHUNK):
+        values = integers[first : first + _CHUNK].to(torch.int64)
+        index = torch.arange(first, first + len(values), device=tensor.device)
+        segment = torch.searchsorted(ends, index, right=True)
+        position = index - (ends - lengths)[segment] + (segment // rows << 32)
+        hashes.index_add_(0, segment % rows, _mix(_mix(values) + position))
+    return _mix(hashes)
 
 
 def checksums(batches: Sequence[Any], layout: PayloadLayout) -> torch.Tensor:

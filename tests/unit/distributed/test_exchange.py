@@ -3,6 +3,8 @@
 That rows arrive whole: tests/distributed/distributed/test_shuffler.py.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shared.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
+from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.verification import checksums
 from commons.perf_model.shuffle_plan import ShufflePlan
@@ -150,6 +153,17 @@ def test_checksums_depend_on_all_contents_and_their_places_within_rows(part, to,
     damaged = {"values": values, "weights": features.weights(), "labels": batch.labels}[part]
     damaged[to] = damaged[source]
     assert torch.nonzero(checksums([batch], layout) != before).flatten().tolist() == changed
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1 << 20])
+@given(case=cases())
+def test_checksums_of_batches_are_those_of_their_rows_in_chunks_of_any_size(chunk, case):
+    batches, _ = case
+    layout = PayloadLayout.of(BatchSchema.of(batches[0]))
+    rows = [batch.index_select([row]) for batch in batches for row in range(row_counts(batch)[1])]
+    with mock.patch.object(verification, "_CHUNK", chunk):
+        whole = checksums(batches, layout)
+        assert torch.equal(whole, sum((checksums([row], layout) for row in rows), torch.zeros_like(whole)))
 
 
 def test_a_batch_that_has_changed_since_the_start_is_refused():
