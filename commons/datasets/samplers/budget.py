@@ -109,8 +109,6 @@ class BudgetBatchSampler(PlannedSampler):
         self._fastest_first = np.argsort(-speeds, kind="stable")
         # Budget of each rank, int64 `(num_ranks,)`: proportional to its speed, all of it for the fastest.
         self._budgets = np.array([self._budget * speed // int(speeds.max()) for speed in speeds.tolist()], np.int64)
-        if self._max_tokens is None:
-            self._costs = np.pad(self._costs, ((0, 1), (0, 0)))  # tokens of 0
         self._require_budget()
 
     def _require_room_for_groups(self, max_rows: int) -> None:
@@ -165,13 +163,17 @@ class BudgetBatchSampler(PlannedSampler):
         costs, ends = self._costs[:, order], self._ends(order)
         limits = (self._budget, self._most_tokens)
         # A row above the budget uses the whole budget of one rank, and no more.
-        running = np.pad(np.cumsum(np.minimum(costs, np.array([limits]).T), axis=1), ((0, 0), (1, 0)))
+        running = [_running_sums(np.minimum(each, limit)) for each, limit in zip(costs, limits)]
 
         def deal(begin: int, end: int) -> np.ndarray:
             for sums, limit in zip(running, limits):
                 most = min(int(sums[begin]) + limit * self._num_ranks, INT64_MAX)
                 end = min(end, int(np.searchsorted(sums, most, side="right")) - 1)
-            return self._deal_longest(costs[:, begin:end])
+            return self._deal_longest(with_tokens(begin, end))
+
+        def with_tokens(begin: int, end: int) -> np.ndarray:
+            """Workloads and tokens, int64 `(2, end − begin)`; tokens of 0 without a cap."""
+            return np.pad(costs[:, begin:end], ((0, 2 - len(costs)), (0, 0)))
 
         begin = self._first_unit(start.row, ends)
         while len(order) - begin >= self._num_ranks:
@@ -183,7 +185,7 @@ class BudgetBatchSampler(PlannedSampler):
                     "the limits, or leave rows out with drop_last=True",
                     *(self._num_rows - ends[begin], self._num_ranks),
                 )
-                ranks = self._deal_above(costs[:, begin:])
+                ranks = self._deal_above(with_tokens(begin, len(order)))
             yield self._step(order[begin : begin + len(ranks)], ranks)
             begin += len(ranks)
 
@@ -222,7 +224,7 @@ class BudgetBatchSampler(PlannedSampler):
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
         """The ranks, int64 `(m,)`, of the longest prefix of rows that the planner can assign within the limits.
 
-        `costs` is int64 `(2, n)` as `_costs`, with n > 0. The prefix has at least one row per rank, or all rows.
+        `costs` has workloads and tokens, int64 `(2, n)`, with n > 0. The prefix has at least one row per rank, or all rows.
         """
         # One row per rank keeps all limits. More than `_most_rows` rows cannot.
         low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1
@@ -308,6 +310,13 @@ class BudgetBatchSampler(PlannedSampler):
         heaviest = np.zeros(num_parts, np.int64)
         np.maximum.at(heaviest, parts, workloads)
         return parts if int((np.bincount(parts) * heaviest).max()) <= self._budget else None
+
+
+def _running_sums(values: np.ndarray) -> np.ndarray:
+    """int64 `(n + 1,)`, the sums of the first 0 … n values."""
+    sums = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
 
 
 def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:

@@ -176,6 +176,8 @@ class PlannedSampler(EpochSampler[list[int]]):
 
     def _ends(self, order: np.ndarray) -> np.ndarray:
         """The places where the units of an order end, in rows, int64 `(num_units + 1,)`, the first 0."""
+        if self._groups is None:
+            return np.arange(len(order) + 1)
         return np.concatenate([[0], np.cumsum(self._sizes[order])])
 
     def _first_unit(self, row: int, ends: np.ndarray) -> int:
