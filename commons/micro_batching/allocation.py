@@ -36,7 +36,8 @@ def ffd_allocate(
     capacity, there is one group more.
 
     Takes O(n log n); with more groups than first fit needs O(n log n · log capacity); with `equal_size` O(n log n) and
-    a plan for each number of groups tried. The number of groups is at most 11/9 of the fewest plus a constant; the loads are uneven.
+    a plan for each number of groups tried. The number of groups is at most 11/9 of the fewest plus a constant; the
+    loads are uneven.
 
     Args:
         values: size of each row, such as its tokens: list, array or CPU tensor `(n,)` of non-negative integers.

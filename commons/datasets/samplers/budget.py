@@ -224,7 +224,7 @@ class BudgetBatchSampler(PlannedSampler):
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:
         """The ranks, int64 `(m,)`, of the longest prefix of rows that the planner can assign within the limits.
 
-        `costs` has workloads and tokens, int64 `(2, n)`, with n > 0. The prefix has at least one row per rank, or all rows.
+        `costs` has workloads and tokens, int64 `(2, n)`, with n > 0. The prefix has a row for every rank, or all rows.
         """
         # One row per rank keeps all limits. More than `_most_rows` rows cannot.
         low, high = min(self._num_ranks, costs.shape[1]), self._most_rows(costs[0]) + 1
