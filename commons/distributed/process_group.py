@@ -26,7 +26,7 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
     """
     if pg_group is not None:
         require_process_group(pg_group)
-        if pg_group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(pg_group) < 0:
+        if dist.get_rank(pg_group) < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the given process group; every rank passes a group that it belongs "
                 "to: pass the result of new_group on its members only"

@@ -267,7 +267,7 @@ class ShuffleEngine:
         deadline = time.monotonic() + self._longest_read
         for worker in (self._worker, self._window_worker):
             left = max(_LAST_LOOK_SECONDS, deadline - time.monotonic())
-            if self._aborted_for is None and not worker.drain(left):
+            if not worker.drain(left):
                 raise self._blocked("drain()", _own_rank())
 
     def abort(self) -> None:

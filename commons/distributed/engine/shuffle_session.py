@@ -365,9 +365,8 @@ class ShuffleSession:
         """
         before = [each.lookups for each in local] + [0] * (steps - len(local))
         after = [0] * steps if exchange is None else exchange.lookups
-        own, problem = capture_error(lambda: (0 if plan is None else plan.digest(), *self._speeds.report()))
-        numbers = [*(own or (0, 0, 0, 0)), *before, *after]
-        table = self.channel.agree("comparison of plans", {}, error or problem, numbers, step)
+        numbers = [0 if plan is None else plan.digest(), *self._speeds.report(), *before, *after]
+        table = self.channel.agree("comparison of plans", {}, error, numbers, step)
         digests = table[:, 0]
         if (digests == digests[0]).all():
             return table[:, 1:]

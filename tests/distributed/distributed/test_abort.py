@@ -136,6 +136,7 @@ def test_nothing_begins_after_close_or_abort(calls):
     shuffler = CubicShuffler()
     for call in calls:
         getattr(shuffler, call)()
+    assert isinstance(shuffler.failure, ShufflerAbortedError) == ("abort" in calls)
     error, text = (ShufflerAbortedError, ABORTED) if "abort" in calls else (RuntimeError, CLOSED)
     for begin in (shuffler.start_shuffle, lambda batch: windowed_iter(iter([batch]), shuffler, 3)):
         with pytest.raises(error, match=text):

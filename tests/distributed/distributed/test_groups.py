@@ -104,7 +104,12 @@ def test_groups_of_some_ranks_and_of_all_find_one_another_in_any_order():
     """Up to torch 2.13 groups are named by their number, from 2.14 on by the number of calls of new_group."""
     rank, everyone = dist.get_rank(), [0, 1, 2, 3]
     first, second = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    moved = _rows_moved_by(first) if rank < 2 else []
+    moved = []
+    if rank < 2:
+        gone = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+        with closing(CubicShuffler(pg_group=first)):
+            dist.destroy_process_group(gone)  # the number of groups is an earlier one again
+            moved = _rows_moved_by(first)
     # The calls of ranks 0 and 1 in a shuffler must not count here, where all ranks make a group.
     all_ranks = dist.new_group(everyone)
     numbers = torch.tensor([rank])
@@ -133,6 +138,7 @@ def test_only_shufflers_that_move_rows_make_a_payload_group():
             shuffler = (kind or differing)()
             (channel,) = shuffler.engine._channels.values()
             had.append([each.group_desc for each in (channel.control_group, channel.payload_group) if each is not None])
+            assert len(channel._groups.connections) == len(had[-1])  # one with the other rank in each
             if kind is not None:
                 shuffler.shuffle(make_batch([1 + dist.get_rank(), 9], 2))
             for _ in range(2 * (len(had) == 2)):  # a pipeline that is reset in its middle, twice
@@ -203,6 +209,11 @@ def test_what_nccl_is_asked_for(monkeypatch, backends, of_world, bound, half, pa
         assert options["use_local_synchronization"] == half
         nccl = options["pg_options"]
         assert nccl is None if max_ctas is None else nccl.config.max_ctas == max_ctas
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_names=list(moving.rings)))
+    groups.release_groups([0, 1], moving, given)
+    (kept,) = groups.rank_set([0, 1]).ordered
+    assert kept.payload is (None if payload == "given" else moving.payload)  # the user may destroy the given one
 
 
 @on("own_ranks")
@@ -292,7 +303,7 @@ def test_a_rank_that_makes_no_shuffler_leaves_the_users_collectives_in_step():
 @on("own_two_ranks", timeout=120)
 def test_ranks_agree_at_a_barrier_of_their_world_alone(tmp_path):
     rank, barrier = dist.get_rank(), StoreBarrier("key", 2, 60.0)
-    assert barrier.largest(3 + rank) == 4 and barrier.named_by_all([1, 5 + rank]) == [1]
+    assert barrier.largest(3 + rank) == 4 and barrier.largest(rank) == 1 and barrier.named_by_all([1, 5 + rank]) == [1]
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
     assert (

@@ -293,6 +293,7 @@ def test_windows_find_speeds_by_their_own_reports_and_plan_with_them():
 def test_a_time_is_of_the_group_of_its_shuffle():
     own, *_ = dist.new_subgroups(1)
     with closing(SquareShuffler()) as shuffler:
+        shuffler.report_step_time(1.0, shuffler.last_stats, own)  # without stats, which is no mistake
         shuffler.shuffle(rich_batch(0, [2] * 4), own)
         shuffler.report_step_time(1.0, shuffler.last_stats, own)
         said = error_of(shuffler.report_step_time, 1.0, shuffler.last_stats)

@@ -58,9 +58,10 @@ def _windows(seed, sizes, window, options):
             stats.append(windowed.take_stats())
             if windowed.last_window not in whole:
                 whole.append(windowed.last_window)
-        with pytest.raises(StopIteration):
-            next(windowed)
-        assert windowed.num_rows(len(seen)) is None and shuffler.last_stats == stats[-1]
+        with mock.patch.object(shuffler.engine, "start_window", side_effect=AssertionError):  # a rank may ask alone
+            with pytest.raises(StopIteration):
+                next(windowed)
+            assert windowed.num_rows(len(seen)) is None and shuffler.last_stats == stats[-1]
         of_stats = [None if each is None else each.num_rows for each in stats]
         assert num_rows == of_stats[:1] + of_stats
         loads = [int(SquareShuffler.get_workloads(shuffler, batch)[: batch.actual_batch_size].sum()) for batch in seen]

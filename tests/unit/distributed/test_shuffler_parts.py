@@ -107,7 +107,7 @@ def test_the_registry():
             TrainPipelineFactory.register(name, balanced(TrainPipelineBase))
     shuffler = BatchShufflerFactory.create_from_config({"type": "tokens", "feature_names": ["item"]})
     assert isinstance(shuffler, TokensBalancedBatchShuffler) and shuffler.feature_names == ["item"]
-    with pytest.raises(KeyError, match="'type'"):
+    with pytest.raises(KeyError, match="has the keys .*'name'.*; the name of the shuffler is under 'type': add it"):
         BatchShufflerFactory.create_from_config({"name": "tokens"})
 
 
@@ -170,6 +170,7 @@ class WithoutSuper(TokensBalancedBatchShuffler):
         (BaseTaskBalancedBatchShuffler, "abstract"),
         (BatchShufflerFactory, "class methods only and should not be instantiated: call .*create"),
         (lambda: BatchShufflerFactory.register("dict", dict), "not a batch shuffler"),
+        (lambda: BatchShufflerFactory.register("three", 3), "3 is not a batch shuffler"),
         (
             lambda: register_batch_shuffler(WithoutSuper),
             "the name of a batch shuffler is <class .*WithoutSuper'>; it must",

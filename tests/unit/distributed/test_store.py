@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from commons.distributed.channel import absence
 from commons.distributed.channel import store as store_module
-from commons.distributed.channel.absence import CollectiveWait, FailedChannel
+from commons.distributed.channel.absence import (
+    CollectiveWait,
+    FailedChannel,
+    NamedCollectives,
+    RankMissingError,
+    Verdict,
+)
 from commons.distributed.channel.store import StoreUnavailableError, call_store
 from commons.distributed.errors import capture_error, describe_error, first_line, raise_first_difference
 
@@ -150,6 +156,13 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     assert verdict.missing == [1] and verdict.failure is None
     named = ["rank 0, which hosts the store, stalled for 5 s, in which others may have given up"]
     assert verdict.late == (named if is_named else [])
+
+
+def test_a_failure_in_which_no_rank_is_missing_or_late_says_so(hosts_the_store):
+    nobody = mock.patch.object(FailedChannel, "who_is_missing", return_value=Verdict([], [], None))
+    said = r"^the gather of step 3 failed although all of a single process took part \(no route\)$"
+    with nobody, pytest.raises(RankMissingError, match=said), NamedCollectives(None).collective(3, "gather"):
+        raise RuntimeError("no route")
 
 
 def test_an_error_without_text_is_described_by_its_line():
