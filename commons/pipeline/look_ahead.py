@@ -157,7 +157,6 @@ class LookAhead(Iterator[ShufflingBatch]):
             raise StopIteration
         if batch is None:
             batch = handle.empty_batch()
-            handle.follow(batch)
         self._next = self._read_ahead()
         if self._handed_out is not None:
             self._handed_out.append(handle)

@@ -142,9 +142,8 @@ class FailedChannel:
     def leave(self, text: str) -> None:
         """`post` without waiting, for a store that may not answer; also ends this rank's wait in `who_is_missing`."""
         self._has_left.set()
-        if dist.is_initialized():
-            submit_call(lambda store: store.set(self._failure_key, text))
-            submit_call(lambda store: store.set(self._failed_key, "1"))
+        submit_call(lambda store: store.set(self._failure_key, text))
+        submit_call(lambda store: store.set(self._failed_key, "1"))
 
     def who_is_missing(self, own_wait: CollectiveWait, places: Sequence[str] = (), cause: str = "") -> Verdict:
         """Write this rank's record, wait for the others' and read them; takes a few seconds at most.

@@ -135,16 +135,15 @@ class ShuffleEngine:
         Raises:
             ValueError: another pipeline has not ended, and one of the two starts shuffles on its own thread.
         """
-        self.starters = [each for each in self.starters if each is starter or each.in_flight or each.last]
-        for other in self.starters:
-            if other is not starter and other.in_flight and (other.on_thread or starter.on_thread):
+        others = [each for each in self.starters if each is not starter and (each.in_flight or each.last)]
+        for other in others:
+            if other.in_flight and (other.on_thread or starter.on_thread):
                 raise ValueError(
                     f"this shuffler already drives a {other.name} whose data has not ended, and cannot drive a "
                     f"{starter.name} beside it: ranks would start their shuffles in different orders; give each "
                     "pipeline a shuffler of its own, or call reset() on the other one first"
                 )
-        if starter not in self.starters:
-            self.starters.append(starter)
+        self.starters = [*others, starter]
 
     def look_at(self, batch: Any) -> None:
         """Set the device where batches are trained to that of a batch."""

@@ -144,7 +144,7 @@ class ShuffleHandle:
         self.read_stats = functools.cache(lambda: describe()[0].carried_out(wait_ms, exchange_ms))
 
     def follow(self, copied: Any) -> None:
-        """Expect a copy of the batch, or the empty batch of a rank without one, in `finish_shuffle`."""
+        """Expect a copy of the batch in `finish_shuffle`."""
         self._batch = copied
 
     def post_failure(self, error: Exception) -> None:

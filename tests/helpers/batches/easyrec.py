@@ -5,6 +5,7 @@ What a row holds depends on its id alone. `batch_size` is -1, which states nothi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,8 @@ class EasyRecBatch(Pipelineable):
     dummy: bool = False
 
     def to(self: B, device: torch.device, non_blocking: bool = False) -> B:
-        return self.map(lambda value: value.to(device=device, non_blocking=non_blocking))
+        moved = self.map(lambda value: value.to(device=device, non_blocking=non_blocking))
+        return copy.deepcopy(moved)  # its own memory on the host too, as on a device
 
     def pin_memory(self: B) -> B:
         return self.map(lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value)

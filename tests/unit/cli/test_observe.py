@@ -291,13 +291,14 @@ def test_a_staged_pipeline_returns_a_batch_whose_training_takes_the_time_until_t
         recorder._wrap(StagedTrainPipeline, name, around)
     with pretended_streams():
         stages = [PipelineStage(f"stage {number}", lambda batch: batch, PretendedStream()) for number in (0, 1)]
+        pipeline = StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
+        pipeline._stream_context = on_stream
         for epoch in (0, 1):
             source = rank_batches(epoch, 5, [3, 6])
-            pipeline = StagedTrainPipeline(stages, compute_stream=DEFAULT_STREAM)
-            pipeline._stream_context = on_stream
             while (batch := pipeline.progress(source)) is not None:
                 tokens.append(int(batch.features.lengths().sum()))
                 clock[0] += tokens[-1]  # this batch is trained
+            pipeline.flush_end()  # fills it again
             clock[0] += 1000.0  # an evaluation
     assert [int(lengths.sum()) for lengths in recorder.lengths] == tokens
     expected = [np.nan, *tokens[1:5], np.nan, *tokens[6:]]

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from commons.distributed.channel import absence
+from commons.distributed.channel import absence, groups
 from commons.distributed.channel import store as store_module
 from commons.distributed.channel.absence import (
     CollectiveWait,
@@ -54,7 +54,7 @@ def test_calls_do_not_wait_until_their_own_client_is_connected(store):
         name_is_known.set()
         assert store_module._CONNECTOR.drain(30)
         own = call_store(lambda each: each)
-    assert own is not store and own is call_store(lambda each: each)
+    assert own is not store and own is call_store(lambda each: each) and len(store_module._OWN_CLIENTS[store]) == 1
     own.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -158,6 +158,23 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     assert verdict.late == (named if is_named else [])
 
 
+def test_a_rank_that_leaves_looks_no_longer_for_names(hosts_the_store):
+    channel = FailedChannel("test/left", [0, 1])
+    leaves = threading.Timer(0.1, channel.leave, ["rank 0 aborted its shuffler"])
+    with mock.patch.multiple(absence, _RECORDS_SECONDS=600.0, _READERS_SECONDS=600.0):
+        leaves.start()
+        assert channel.who_is_missing(channel.start_wait("gather of step 3")).missing == [1]
+    leaves.join()
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"), [(None, ""), ([0, 2], ""), ([1], "rank 1 runs"), ([1, 2], "ranks 1, 2 run")]
+)
+def test_ranks_on_the_host_of_a_store_are_named_on_other_hosts(hosts_the_store, beside, said):
+    groups.rank_set([0, 1, 2]).beside_store = beside
+    assert groups.out_of_reach([0, 1, 2]) == (f"; {said} on that host, which may be out of reach" if said else "")
+
+
 def test_a_failure_in_which_no_rank_is_missing_or_late_says_so(hosts_the_store):
     nobody = mock.patch.object(FailedChannel, "who_is_missing", return_value=Verdict([], [], None))
     said = r"^the gather of step 3 failed although all of a single process took part \(no route\)$"
@@ -173,6 +190,7 @@ def test_an_error_without_text_is_described_by_its_line():
     kind, text = describe_error(error)
     assert kind == first_line(error) == "AssertionError"
     assert text.startswith("test_store.py, line ") and text.endswith(", in fail")
+    assert describe_error(ValueError()) == ["ValueError", ""]  # which was not raised
 
 
 def test_an_option_that_only_a_later_rank_has_is_a_difference():
