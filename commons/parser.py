@@ -116,13 +116,13 @@ def wrapped_help(text: str, width: int | None = None) -> str:
 
     Indented lines, such as examples, are not wrapped.
 
-    >>> print(wrapped_help("usage: x\\n\\nLooks at what is installed, and says what mends it.\\n\\n  x y\\n╭─", 40))
+    >>> print(wrapped_help("usage: x\\n\\nSays what is installed and missing.\\n\\n  x --report a/long/folder\\n╭─", 24))
     usage: x
     <BLANKLINE>
-    Looks at what is installed, and says
-    what mends it.
+    Says what is installed
+    and missing.
     <BLANKLINE>
-      x y
+      x --report a/long/folder
     ╭─
 
     """
@@ -155,8 +155,8 @@ def _without_breaks(boxes: str) -> str:
     from rich.console import Console
     from rich.text import Text
 
-    has_colours, output = "\x1b" in boxes, io.StringIO()
-    console = Console(file=output, force_terminal=has_colours, color_system="standard" if has_colours else None)
+    output = io.StringIO()
+    console = Console(file=output, color_system="standard")
     lines = [Text.from_ansi(line) for line in boxes.split("\n")]
     if any("││" in line.plain or line.cell_len != len(line) for line in lines):  # boxes side by side, wide characters
         return boxes
@@ -200,7 +200,7 @@ def without_boolean_values(
         argument = arguments.pop(0)
         name, equals, value = argument.partition("=")
         off = pairs.get(name.replace("_", "-"))
-        if off is not None and not equals and arguments:
+        if not equals and arguments:
             value = arguments[0]
         given = _VALUES.get(value.lower())
         if off is not None and given is None and (equals or not (has_words or value.startswith("-") or not value)):

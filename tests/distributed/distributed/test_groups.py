@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import threading
 import weakref
@@ -325,9 +326,15 @@ def test_what_an_earlier_attempt_has_left_in_torchruns_store_does_not_count():
 
 
 @on("own_two_ranks", timeout=120)
-def test_groups_that_torch_checks_keep_no_earlier_timeout():
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+def test_groups_in_the_pool_get_a_new_timeout_except_those_that_torch_checks():
     members, made = [0, 1], []
+    with mock.patch.object(dist.distributed_c10d, "_set_pg_timeout") as changed:
+        for timeout in (70.0, 5.0):
+            barrier = StoreBarrier(groups.key_of_channel(members), 2, timeout)
+            groups.release_groups(members, pair := groups.acquire_groups(dist.group.WORLD, barrier), None)
+    # No group is None, which means WORLD.
+    assert {call.args for call in changed.call_args_list} == {(datetime.timedelta(seconds=5), pair.control)}
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         for timeout in (60.0, 60.0, 0.5):
             barrier = StoreBarrier(groups.key_of_channel(members), 2, timeout)

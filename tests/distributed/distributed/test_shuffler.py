@@ -140,7 +140,7 @@ def test_handles_are_used_once_and_on_their_own_batch():
         batch.actual_batch_size = 4
         one_other_field = dataclasses.replace(batch, sample_id=batch.sample_id.clone())
         likes = (like := my_batch(1, [4] * 4), like.to("cpu"), dataclasses.replace(like), one_other_field)
-        for alike in (*likes, following, following.to("cpu")):
+        for alike in (*likes, following, following.to("cpu"), following.to("meta")):
             assert "and is finished with another one; finish a shuffle with" in finished_with(alike)
         shuffler.finish_shuffle(batch, handle)
         shuffler.finish_shuffle(following, next_handle)

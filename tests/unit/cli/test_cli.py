@@ -187,6 +187,7 @@ def test_no_color(monkeypatch, told):
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[" in told(*SIMULATE)
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for arguments in (SIMULATE, ["preprocess", "--help"]):
         assert not re.search(r"\x1b\[[\d;]*3\d", told(*arguments))
 

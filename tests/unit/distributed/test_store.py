@@ -79,8 +79,9 @@ def test_a_store_that_does_not_answer_is_given_up_and_used_again_later(store):
     # The first look was on its way before the key was set.
     assert _fails(wait)
     later = wait._seen + absence.POLL_SECONDS + 4.0  # the process was stopped for so long
-    with mock.patch.object(absence, "time", mock.Mock(monotonic=lambda: later)):
-        assert wait.has_failed_elsewhere()
+    for now in (later, later + absence.POLL_SECONDS):
+        with mock.patch.object(absence, "time", mock.Mock(monotonic=mock.Mock(return_value=now))):
+            assert wait.has_failed_elsewhere()
     *_, still, _, cause = json.loads(wait.record([], "timed out"))
     assert still == pytest.approx(4.0) and cause == ""  # it failed because another rank had given up
 
@@ -173,6 +174,13 @@ def test_a_rank_that_leaves_looks_no_longer_for_names(hosts_the_store):
 def test_ranks_on_the_host_of_a_store_are_named_on_other_hosts(hosts_the_store, beside, said):
     groups.rank_set([0, 1, 2]).beside_store = beside
     assert groups.out_of_reach([0, 1, 2]) == (f"; {said} on that host, which may be out of reach" if said else "")
+
+
+def test_a_wait_for_a_device_ends_where_another_rank_has_failed(hosts_the_store):
+    channel, never = NamedCollectives(None), mock.NonCallableMock(is_completed=lambda: False)
+    channel.failed.post("rank 7 failed")
+    with mock.patch.object(absence, "POLL_SECONDS", 0.01), pytest.raises(RankMissingError, match="^rank 7 failed$"):
+        channel.wait(never, 3, "exchange", on_host=False)
 
 
 def test_a_failure_in_which_no_rank_is_missing_or_late_says_so(hosts_the_store):
