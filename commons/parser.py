@@ -116,13 +116,13 @@ def wrapped_help(text: str, width: int | None = None) -> str:
 
     Indented lines, such as examples, are not wrapped.
 
-    >>> print(wrapped_help("usage: x\\n\\nSays what is installed and missing.\\n\\n  x --report a/long/folder\\n╭─", 24))
+    >>> print(wrapped_help("usage: x\\n\\nSays what is installed or missing.\\n\\n  x --report long/folder\\n╭─", 23))
     usage: x
     <BLANKLINE>
     Says what is installed
-    and missing.
+    or missing.
     <BLANKLINE>
-      x --report a/long/folder
+      x --report long/folder
     ╭─
 
     """

@@ -39,7 +39,7 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
     with parents_of(target), locked_folder(unfinished, target, what):
-        if replaced.exists():
+        if os.path.lexists(replaced):
             # A process was killed between the two renames: restore the earlier folder unless the new one exists.
             if os.path.lexists(target):
                 _remove(replaced)

@@ -54,6 +54,14 @@ class TestWholeFolder:
         assert (tmp_path / "data" / "a.txt").read_text() == "before"
         assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
 
+    def test_ended_before_the_earlier_one_was_removed(self, tmp_path):
+        for leave in (lambda path: write(path, "before"), lambda path: path.symlink_to("nowhere")):
+            write(tmp_path / "data", "first")
+            leave(tmp_path / ".data.replaced")
+            write(tmp_path / "data", "second")
+            assert (tmp_path / "data" / "a.txt").read_text() == "second"
+            assert [entry.name for entry in tmp_path.iterdir()] == ["data"]
+
     def test_two_writers(self, tmp_path):
         context = multiprocessing.get_context("spawn")
         with whole_folder(tmp_path / "data", **_ANY) as folder:
@@ -171,6 +179,11 @@ class TestWholeFile:
                 raise OSError("disk full")
         assert [entry.name for entry in tmp_path.iterdir()] == ["map"]
         assert (tmp_path / "map").read_text() == "before"
+
+    def test_a_name_that_is_too_long(self, tmp_path):
+        said = "cannot be written .File name too long.; output is first written under another name"
+        with pytest.raises(OSError, match=said), whole_file(tmp_path / ("x" * 250)):
+            pass
 
     def test_others_may_read_it_as_the_umask_says(self, tmp_path):
         before = os.umask(0o022)

@@ -97,8 +97,8 @@ def _jagged(**changes):
     return _field(features=lambda batch: KeyedJaggedTensor(**_parts(batch.features) | changes))
 
 
-def _parts(features):
-    parts = {"values": features.values(), "weights": features.weights(), "lengths": features.lengths()}
+def _parts(features, sign=1):
+    parts = {"values": features.values(), "weights": features.weights(), "lengths": sign * features.lengths()}
     return {"keys": features.keys(), **parts}
 
 
@@ -170,6 +170,10 @@ MISTAKES = {
     "lengths": Mistake(
         _jagged(values=torch.arange(1000), weights=torch.ones(1000)),
         "ValueError: rank 1: field 'features' has lengths that add up to",
+    ),
+    "negative lengths": Mistake(
+        _field(features=lambda batch: KeyedJaggedTensor(**_parts(batch.features, -1))),
+        "ValueError: rank 1: field 'features' has a length of -",
     ),
     "padding": Mistake(
         _field(actual_batch_size=lambda batch: 1), r"ValueError: rank 1: field '\w+' has values in padding rows \[1, 4"

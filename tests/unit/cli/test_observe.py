@@ -362,12 +362,13 @@ def test_batches_that_a_reset_drops_are_in_no_later_step(name, recorder):
     model = Model(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     pipeline = Own(model, optimizer, torch.device("cpu"))
-    first, second = batches_of([1], [2], [3], [4], [5], [6]), batches_of([7], [8], [9])
+    first, second, trained = batches_of([1], [2], [3], [4], [5], [6]), batches_of([7], [8], [9]), []
+    model.register_forward_pre_hook(lambda _, inputs: trained.append(inputs[0].lengths().tolist()))
     for source, steps in ((first, 2), (second, 3)):
         for _ in range(steps):
             pipeline.progress(source)
         pipeline.reset()
-    assert [each.tolist() for each in recorder.lengths] == [[1], [2], [7], [8], [9]]
+    assert [each.tolist() for each in recorder.lengths] == trained == [[1], [2], [7], [8], [9]]
     assert np.isnan(recorder.seconds).tolist() == [True, False, True, False, False]
 
 
