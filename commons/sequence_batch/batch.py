@@ -148,7 +148,11 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
         Returns:
             For each rank of the group int64 `(real rows,)`, in the order of the rank's rows; None if unknown.
+
+        Raises:
+            KeyError: unknown key.
         """
+        self._require_keys(key)
         known = getattr(self, "_global_batch", None)
         return None if known is None else known.lengths(self, key, pg_group)
 
@@ -161,12 +165,16 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
         Raises:
             KeyError: unknown key.
         """
-        known = self.features.keys()
-        unknown = [key for key in keys if key not in known]
-        if unknown:
-            raise KeyError(f"features {unknown} are not among the batch's keys {known}: correct the names")
+        known = self._require_keys(*keys)
         table = self._host_arrays()[0].reshape(len(known), self.batch_size)
         return [table[known.index(key)] for key in keys]
+
+    def _require_keys(self, *keys: str) -> list[str]:
+        """The keys of `features`; KeyError if one of `keys` is not among them."""
+        known = self.features.keys()
+        if unknown := [key for key in keys if key not in known]:
+            raise KeyError(f"features {unknown} are not among the batch's keys {known}: correct the names")
+        return known
 
     def host_values(self, name: str) -> np.ndarray:
         """Values of one of `host_fields` on the host, read-only, int64 `(batch_size,)`; see `host_lengths`.

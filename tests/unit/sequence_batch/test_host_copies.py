@@ -192,8 +192,9 @@ def test_hosts_know_candidates_and_say_which_names_they_know() -> None:
     tokens, targets = host.sequence_lengths()
     assert (contextual + 2 * items).tolist() == tokens.tolist()
     assert (2 * candidates).tolist() == targets.tolist()
-    with pytest.raises(KeyError, match=r"features \['shop'\] are not among the batch's keys"):
-        batch.host_lengths("item", "shop")
+    for call in (lambda: batch.host_lengths("item", "shop"), lambda: batch.global_lengths("shop")):
+        with pytest.raises(KeyError, match=r"features \['shop'\] are not among the batch's keys"):
+            call()
     with pytest.raises(KeyError, match="'labels' is not among the host_fields of this HSTUBatch"):
         batch.host_values("labels")
     without = random_hstu_batch(6)
