@@ -48,12 +48,18 @@ from tests.helpers.ranks.on_ranks import of_all, on, on_ranks, on_two_ranks
 )
 @on_two_ranks
 def test_an_iterator_left_with_its_last_batches_in_flight(pipeline):
-    """The user goes on to another iterator when all batches but one or two have been trained."""
-    for count, steps in ((2, 1), (3, 1), (3, 2)):
+    """The user goes on to another iterator when all batches but one or two have been trained, or long before."""
+
+    def seen_of(count, steps):
         iterators = [([count] * 2, 0), ([count] * 2, 10)]
-        seen = of_all(itertools.chain(*train(("build_sharded",), pipeline, "balance", iterators, steps)["seen"]))
+        return of_all(itertools.chain(*train(("build_sharded",), pipeline, "balance", iterators, steps)["seen"]))
+
+    for count, steps in ((2, 1), (3, 1), (3, 2)):
+        seen = seen_of(count, steps)
         read = count if pipeline not in ("base", "lite") else min(count, steps + 2)  # these read less far ahead
         assert sorted(seen) == sorted(expected_ids([read] * 2, 2) + expected_ids([count] * 2, 2, 10))
+    seen, first, second = (set(each) for each in (seen_of(9, 1), *(expected_ids([9] * 2, 2, at) for at in (0, 10))))
+    assert second <= seen and not first <= seen
 
 
 def test_an_iterator_that_is_replaced_while_a_thread_reads_it_ends_with_that_batch():

@@ -121,10 +121,9 @@ def test_a_batch_without_tokens_says_what_to_write():
     class Scores:
         scores: torch.Tensor
 
-    with pytest.raises(
-        ValueError, match="Scores has no KeyedJaggedTensor or JaggedTensor to count tokens in; .*: write a shuffler"
-    ):
-        TokensBalancedBatchShuffler().get_workloads(Scores(torch.zeros(3)))
+    said = "Scores has no KeyedJaggedTensor or JaggedTensor to count tokens in; .*: write a shuffler"
+    with contextlib.closing(TokensBalancedBatchShuffler()) as shuffler, pytest.raises(ValueError, match=said):
+        shuffler.shuffle(Scores(torch.zeros(3)))
 
 
 def test_tokens_of_nested_batches():
