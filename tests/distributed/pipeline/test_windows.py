@@ -52,6 +52,8 @@ def _windows(seed, sizes, window, options):
         windowed = windowed_iter(iter(batches), shuffler, window)
         seen, stats, whole = [], [], []
         num_rows = [windowed.num_rows(0)]  # before the first batch
+        with mock.patch.object(windowed, "_begin_window", side_effect=AssertionError):  # a later window
+            assert windowed.num_rows(10**6) is None
         for batch in windowed:
             num_rows.append(windowed.num_rows(len(seen)))
             seen.append(batch)
