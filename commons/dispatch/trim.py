@@ -220,9 +220,11 @@ def _window(trim: Trim, leaves: _Leaves) -> Window:
 
 def tokens_of(trim: Trim, leaves: _Leaves, width: int) -> torch.Tensor:
     """The columns in which each row has a token, bool `(rows, width)`; ValueError for invalid lengths."""
+    values = _find(trim.lengths if trim.mask is None else trim.mask, leaves)
+    # torch reads no array of negative strides, such as a reversed one.
+    lengths = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
     if trim.mask is not None:
-        return torch.as_tensor(_find(trim.mask, leaves)) != 0
-    lengths = torch.as_tensor(_find(trim.lengths, leaves))
+        return lengths != 0
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(
             f"lengths {trim.name!r} have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; lengths must be one "

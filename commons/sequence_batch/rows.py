@@ -264,7 +264,8 @@ def _positions(*bounds: int) -> torch.Tensor:
 def _as_indices(indices: Any, rows: int) -> torch.Tensor:
     """int64 `(N,)` on the CPU; ValueError unless all are rows of the batch."""
     try:
-        listed = np.asarray(indices) if isinstance(indices, (list, tuple, range)) else indices
+        # An array is copied, because torch reads no array of negative strides, such as a reversed one.
+        listed = np.array(indices) if isinstance(indices, (list, tuple, range, np.ndarray)) else indices
         chosen = torch.as_tensor(listed, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(

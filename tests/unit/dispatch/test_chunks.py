@@ -188,3 +188,4 @@ def test_a_rank_without_rows_gets_the_lightest_of_a_rank_with_several(workloads,
 def test_ids_of_many_groups_differ():
     ids = list(map(str, range(2000)))
     assert len(set(as_int64_ids(ids, len(ids)).tolist())) == len(ids)
+    assert as_int64_ids([], 0).tolist() == []

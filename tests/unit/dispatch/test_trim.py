@@ -45,7 +45,7 @@ def test_only_padding_is_cut(lengths, spare, side):
         assert torch.equal(untrim(result[name], window), batch[name])
     assert batch["ids"].shape[1] == window.width == 8 + spare
     if side != "both":
-        numbers = (np.array(lengths, dtype=kind) for kind in (np.uint16, np.uint64))
+        numbers = (np.array(lengths[::-1], dtype=kind)[::-1] for kind in (np.uint16, np.uint64))
         for batch["n"] in (torch.tensor(lengths, dtype=torch.int64), *numbers):
             again, _ = trim_batch(batch, Trim(lengths="n", fields=list(result), side=side))
             assert all(np.array_equal(again[name], result[name]) for name in result)
@@ -79,6 +79,8 @@ def test_nothing_to_cut_copies_nothing():
     batch = padded([8, 3], 8, "right")
     assert trim_batch(batch, Trim("mask"))[0]["ids"] is batch["ids"]
     assert trim_batch(batch, [])[0]["ids"] is batch["ids"]
+    _, (window,) = trim_batch(padded([0, 0], 0, "right"), Trim("mask"))
+    assert (window.start, window.stop) == (0, 0)
 
 
 @pytest.mark.parametrize(

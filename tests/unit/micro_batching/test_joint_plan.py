@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commons.micro_batching import MicroBatchSpec, packing_metrics
@@ -61,6 +61,15 @@ def _costs(rank, micro_batch, costs, num_ranks):
     return sum_by_rank(rank * number + micro_batch, costs, num_ranks * number).reshape(num_ranks, number)
 
 
+# Karmarkar-Karp alone needs two micro-batches per rank, the grid only one.
+@example(
+    (
+        np.array([5, 8, 6, 7, 8]),
+        np.array([9, 15, 91, 81, 35]),
+        np.array([1, 4]),
+        MicroBatchSpec(max_tokens_per_mb=18, packing_algorithm="kk"),
+    )
+)
 @settings(max_examples=80)
 @given(rows_of_ranks())
 def test_what_always_holds(case):

@@ -288,6 +288,7 @@ def test_values_of_each_rank_do_not_make_batches_differ():
     assert undeclared[0].way_out(BatchSchema.of(Known(torch.ones(2).int(), 1.0))) == ""
     of_dicts = [Rows.of({"values": torch.ones(2), "when": when}).schema for when in (1.0, 2.0)]
     assert of_dicts[0] != of_dicts[1] and of_dicts[0].way_out(of_dicts[1]) == ""
+    assert of_dicts[0] != Rows.of({"values": torch.ones(2), "then": 1.0}).schema
 
 
 def test_declarations_add_up_and_are_checked():

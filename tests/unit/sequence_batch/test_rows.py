@@ -55,7 +55,7 @@ def test_selected_rows(kind, data):
     indices = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=8))
     batch = KINDS[kind](ids)
     before = as_values(batch)
-    result = select_rows(batch, indices)
+    result = select_rows(batch, np.array(indices[::-1])[::-1])
     assert type(result) is type(batch)
     assert count_rows(result) == Rows.of(result).real == len(indices)
     assert as_values(result) == as_values(KINDS[kind]([ids[index] for index in indices]))
@@ -185,11 +185,12 @@ def test_types_that_are_kept():
     criteo = Batch(dense([1, 2]), kjt([1, 2]), torch.tensor([0, 1]))
     assert as_values(select_rows(criteo, [1])) == as_values(Batch(dense([2]), kjt([2]), torch.tensor([1])))
     two_dims = TensorDict({"x": torch.arange(6).view(3, 2)}, batch_size=[3, 2])
-    assert select_rows(two_dims, [2]).batch_size == (1, 2)
+    assert select_rows(two_dims, [2]).batch_size == (1, 2) and select_rows(two_dims, [2]).device is None
     lazy = lazy_stack([TensorDict({"x": torch.arange(2)}), TensorDict({"x": torch.arange(2) + 5})])
     assert concat_rows([select_rows(lazy, [1])])["x"].tolist() == [[5, 6]]
     settings = types.MappingProxyType({"kept": "as it is"})
     assert select_rows({"x": dense([1]), "settings": settings}, [0])["settings"] is settings
+    assert select_rows({"x": dense([1, 2]), "info": {"names": ["a", "b"]}}, [1])["info"] == {"names": ["b"]}
 
 
 def test_numbers_of_rows_and_bytes():

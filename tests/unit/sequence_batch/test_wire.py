@@ -239,6 +239,7 @@ Pair = namedtuple("Elsewhere", ["x"])
         ({"x": torch.ones(1), "when": datetime.date(2024, 1, 1)}, "'when' holds a date; values other than tensors are"),
         ({"x": torch.ones(1), "lists": [object()]}, "'lists' holds an object"),
         ({"x": torch.ones(1), "wide": np.longdouble(1)}, "'wide' holds a numpy.longdouble; values other than tensors"),
+        ({"x": torch.ones(1), "at": np.datetime64("2024-01-01", "ns")}, "'at' holds a numpy.datetime64; values other"),
         ({"x": torch.ones(1), "o": np.array([object()], dtype=object)}, "'o' holds an object"),
         ({"x": np.zeros(1, dtype=[("a", "i4")])}, "'x' is an array of dtype .* pass its fields as separate arrays"),
         ({"x": with_attribute(given(WithState()), "encodings", ["e"])}, "'x' is a WithState with the attribute 'enc"),

@@ -267,7 +267,8 @@ def test_limits_that_nothing_reaches(huge):
 def test_rows_above_the_budget_are_told_once(caplog):
     work = [1, 90, 2, 3, 80, 1]
     with caplog.at_level(logging.WARNING):
-        sampler = BudgetBatchSampler(work, budget_per_rank=5, num_ranks=2, rank=0, shuffle=False)
+        for rank in (1, 0):
+            sampler = BudgetBatchSampler(work, budget_per_rank=5, num_ranks=2, rank=rank, shuffle=False)
         assert sorted(row for step in sampler.plan(0) for row in step.rows.tolist()) == list(range(6))
         list(sampler)
     assert [record.getMessage() for record in caplog.records] == [
