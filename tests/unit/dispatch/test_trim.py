@@ -67,6 +67,8 @@ def test_several_kinds_of_sequences_in_a_tensordict():
     assert torch.equal(share.untrim(result["prompt", "ids"], ("prompt", "mask")), prompts["ids"])
     with pytest.raises(KeyError, match=r"mask is None, the batch was trimmed by \['prompt.mask', 'mask'\]; "):
         share.untrim(result["ids"])
+    with pytest.raises(KeyError, match=r"mask is 'ids', the batch was trimmed by \['mask'\]; "):
+        scatter_balanced(batch, [1, 1], trim=trims[1]).untrim(result["ids"], "ids")
 
 
 def test_a_field_that_has_the_shape_by_chance_is_spared_where_fields_are_stated():

@@ -241,5 +241,6 @@ def test_peak_rates():
     assert peak_flops("NVIDIA H200 NVL", torch.bfloat16) == 835.5e12
     assert peak_flops("Tesla V100-PCIE-16GB", torch.float16) == 112e12
     assert peak_flops("Tesla V100-SXM2-32GB", torch.bfloat16) is None
+    assert peak_flops("Tesla V100-SXM2-32GB", torch.float32, allow_tf32=True) == 15.7e12
     assert peak_flops("Some Accelerator", torch.float16) is None
     assert peak_flops_of(torch.device("cpu"), torch.float32) is None

@@ -156,6 +156,7 @@ def test_another_planner_matters_only_within_a_window(generated):
     state["sampler"]["plans"] = "other"
     with pytest.raises(ValueError, match="state has plans other, this loader has"):
         loader.load_state_dict(state | {"steps": 1})
+    next(iter(loader))
     loader.load_state_dict(state | {"row": 24})
     assert loader.state_dict()["row"] == 24
 

@@ -161,6 +161,9 @@ def test_what_cannot_follow_speeds_is_refused():
         partition([2**50, 1], 2, speeds=[1, 2**31 - 1])
     with pytest.raises(ValueError, match="speeds has shape"):
         partition_grid([1, 2], 2, 1, speeds=[1])
+    for wrong in (0, 2**31):
+        with pytest.raises(ValueError, match=rf"speeds\[1\] is {wrong}; "):
+            partition([1, 2], 2, speeds=[1, wrong])
 
 
 def test_the_shuffler_takes_the_same_largest_workloads_at_speeds():
