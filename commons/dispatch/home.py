@@ -64,13 +64,13 @@ def restore(results: Sequence[R], numbers: Sequence[torch.Tensor], part: str, pa
     return in_order(rows, numbers)
 
 
-def differentiable_leaves(rows: Rows[Any] | None) -> list[int]:
+def differentiable_leaves(rows: Rows[Any]) -> list[int]:
     """Numbers of the leaves that require gradients, in the order of `Rows.leaves`; empty if gradients are disabled.
 
     Raises:
         ValueError: a leaf that requires gradients and is not a dense tensor.
     """
-    if rows is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return []
     found = []
     for number, (path, value) in enumerate(rows.leaves.items()):

@@ -81,15 +81,16 @@ class SingleRankLoader(Iterable[Any]):
 
         def check() -> tuple[dict[str, Any], tuple[Trim, ...]]:
             as_boolean(pin_memory, "pin_memory")
-            return check_options(self._options, trim, self._channel.world_size)
+            checked = check_options(self._options, trim, self._channel.world_size)
+            if loader is None and self.is_source:
+                raise ValueError(
+                    "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or "
+                    "name another src"
+                )
+            return checked
 
         checked, error = capture_error(check)
         self._trims = () if checked is None else checked[1]  # a later change of the caller's list has no effect
-        if error is None and loader is None and self.is_source:
-            error = ValueError(
-                "this rank is the source and passes no loader; the source loads for all ranks: pass it there, or name "
-                "another src"
-            )
         try:
             self._channel.begin(_CALL, None if checked is None else checked[0], error)
         except BaseException:

@@ -24,7 +24,6 @@ from commons.sequence_batch.branches import (
     rebuild_branch,
 )
 from commons.sequence_batch.fields import (
-    ROW_COUNT_FIELDS,
     Path,
     changed_counts,
     copy_batch,
@@ -90,8 +89,7 @@ class Tree(Generic[B]):
 
     def counts_rows(self, path: Path, value: Any) -> bool:
         """Whether a plain value is a field of a dataclass that counts its rows."""
-        counts = path != () and path[-1] in ROW_COUNT_FIELDS and counts_rows(path[-1], value)
-        return counts and self.branches[path[:-1]].kind == "dataclass"
+        return path != () and counts_rows(path[-1], value) and self.branches[path[:-1]].kind == "dataclass"
 
 
 def open_tree(batch: B) -> Tree[B]:

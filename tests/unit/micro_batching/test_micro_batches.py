@@ -271,8 +271,10 @@ def test_an_algorithm_that_skips_a_number_is_split_to_it(monkeypatch, raises):
             raise ValueError("none was found")
         return [[0, 1], [2, 3]] if min_groups <= 2 else [[0], [1], [2], [3]]
 
-    monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
     spec = MicroBatchSpec(max_tokens_per_mb=10, packing_algorithm="kk")
+    alike = BlockPacking.of(spec, RowBlocks.of(spec, 6), np.full(6, 3), None)
+    assert np.bincount(alike.into(3)).tolist() == [2, 2, 2]  # where it skips none, the groups are its own
+    monkeypatch.setattr(block_packing, "get_allocate_fn", lambda name: skips_three)
     packed = BlockPacking.of(spec, RowBlocks.of(spec, 4), np.array([6, 4, 5, 3]), None)
     assert groups_of(packed.into(2)) == [[0, 1], [2, 3]] and groups_of(packed.into(3)) == [[2, 3], [0], [1]]
 

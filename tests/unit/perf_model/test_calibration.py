@@ -85,6 +85,7 @@ def test_a_file_says_what_was_measured(tmp_path):
         (lambda text: text.replace("per_token = 0.008", "per_token = -1"), "per_token is -1; a cost"),
         (lambda text: text.replace("per_token = 0.008", "per_token = nan"), "per_token is nan; a cost"),
         (lambda text: text.replace("per_token = 0.008", "per_token = true"), "per_token is True; a cost"),
+        (lambda text: text.replace("per_token = 0.008", "per_token = 'slow'"), "per_token is 'slow'; a cost"),
         (lambda text: text.replace("threads", "fibres"), "is not a calibration"),
         (lambda text: text[: len(text) // 2] + "[", "is not TOML"),
         (lambda text: "title = 'something else'", "has version None"),

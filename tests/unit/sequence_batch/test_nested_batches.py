@@ -122,6 +122,8 @@ def test_a_batch_is_opened_by_path():
         found = value_at(batch, path)
         assert found is value or torch.equal(found, value)
     assert row_counts(batch) == (2, 2) and batch_device(easyrec_batch([1])).type == "cpu"
+    with pytest.raises(ValueError, match="the batch is an Inner without rows"):
+        batch_device(Inner("no tensor"))
     changed = replace_rows(batch, {("more", "kt", "a", "values"): torch.ones(2, 3), ("inner", "ids"): torch.ones(2)})
     assert changed.more["kt"]["a"]["k"].tolist() == [[1, 1]] * 2 and changed.inner.ids.tolist() == [1, 1]
     assert as_values(batch) == as_values(deep([3, 4]))
