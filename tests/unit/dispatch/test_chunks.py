@@ -164,6 +164,7 @@ def test_rows_move_where_only_counts_are_uneven():
     workloads, rows = np.array([1, 1, 1, 1, 8, 4, 4, 4]), np.array([5, 3])
     assert np.bincount(plan_redistribution(workloads, rows).destination).tolist() == [4, 4]
     assert not plan_redistribution(workloads, rows, equal_size=False).moves.any()
+    assert not plan_redistribution(np.array([2, 2, 2, 2]), np.array([2, 2])).moves.any()
     for heavy, light in ((3, 1), (7, 2)):
         for workloads, rows in (([light] * 6 + [heavy] * 2, [6, 2]), ([heavy] * 2 + [light] * 6, [2, 6])):
             plan = plan_redistribution(np.array(workloads), np.array(rows))

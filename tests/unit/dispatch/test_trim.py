@@ -106,6 +106,7 @@ def test_wrong_settings(settings, message):
     [
         (Trim("nowhere"), KeyError, "no field 'nowhere' to trim by; its fields are 'array', 'bytes', 'floats'"),
         (Trim("n"), ValueError, r"mask 'n' has shape \(2,\); it must be a tensor or array `\(rows, width\)`"),
+        (Trim("three"), ValueError, r"mask 'three' has shape \(2, 8, 3\); it must be a tensor or array"),
         (Trim("nested"), ValueError, r"mask 'nested' has shape \(2, j\d+\); it must be a tensor or array"),
         (Trim("lists"), ValueError, r"mask 'lists' is a list; it must be a tensor or array .*: convert it"),
         (Trim("mask", fields=["n"]), ValueError, r"'n' is a Tensor of shape \(2,\); padded sequences must be"),
@@ -113,7 +114,7 @@ def test_wrong_settings(settings, message):
         (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 6 wide"),
         (Trim(lengths="minus", fields=["ids"]), ValueError, r"lengths 'minus' are in \[-1, 8\], the sequences are 8"),
         (Trim(lengths="truth", fields=["ids"]), ValueError, r"lengths 'truth' have shape \(2,\) and dtype torch.bool"),
-        (Trim(lengths="mask", fields=["ids"]), ValueError, r"lengths 'mask' have shape \(2, 8\) and dtype torch.bool"),
+        (Trim(lengths="ids", fields=["ids"]), ValueError, r"lengths 'ids' have shape \(2, 8\) and dtype torch.int64"),
         # A tokenizer without padding has pad_token_id None; -100 in uint8 would be 156, a label that is trained.
         (Trim("mask", fill={"ids": None}), ValueError, "fill of 'ids' is None, the field has dtype torch.int64; padd"),
         (Trim("mask", fill={"ids": 0.5}), ValueError, "fill of 'ids' is 0.5, the field has dtype torch.int64"),

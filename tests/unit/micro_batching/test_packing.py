@@ -19,6 +19,7 @@ from commons.micro_batching import (
     repacking,
 )
 from commons.micro_batching.first_fit import l2_bound
+from commons.micro_batching.leveling import level
 from tests.helpers.batches.groupings import groupings
 
 ALLOCATORS = (ffd_allocate, kk_allocate, refined_allocate)
@@ -128,6 +129,18 @@ def test_refined_is_at_the_bound_and_even(capacity):
         at_bound.append(counts["refined"] == metrics["lower_bound"])
     assert sum(at_bound) >= 19
     assert np.mean(spreads["refined"]) <= min(0.5 * np.mean(spreads["ffd"]), np.mean(spreads["kk"]))
+
+
+def test_leveling_ends_where_nothing_from_another_group_helps_the_lightest():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        weights = np.sort(rng.integers(1, 100, 12))[::-1]
+        parts = level(weights, rng.permutation(12) % 4, 4, equal_size=False)
+        loads, lightest = np.bincount(parts, weights), int(np.bincount(parts, weights).argmin())
+        gap = loads[parts] - loads[lightest]
+        for given_away in (0, *weights[parts == lightest]):
+            taken = weights - given_away
+            assert np.minimum(taken, gap - taken)[parts != lightest].max() <= 0
 
 
 def test_hard_packings_that_first_fit_and_differencing_miss():
