@@ -74,6 +74,7 @@ def test_several_kinds_of_sequences_in_a_tensordict():
 def test_a_field_that_has_the_shape_by_chance_is_spared_where_fields_are_stated():
     batch = padded([2, 3], 8, "right") | {"embedding": torch.rand(2, 8)}
     assert trim_batch(batch, Trim("mask", fields=["ids"]))[0]["embedding"].shape == (2, 8)
+    assert repr(Trim("mask", fields=["ids"])) == repr(Trim("mask", fields=("ids",)))  # which ranks compare
     assert trim_batch(batch, Trim("mask"))[0]["embedding"].shape == (2, 3)
 
 
@@ -114,18 +115,20 @@ def test_wrong_settings(settings, message):
         (Trim(lengths="n", fields=["short"]), ValueError, r"lengths 'n' are in \[2, 7\], the sequences are 6 wide"),
         (Trim(lengths="minus", fields=["ids"]), ValueError, r"lengths 'minus' are in \[-1, 8\], the sequences are 8"),
         (Trim(lengths="truth", fields=["ids"]), ValueError, r"lengths 'truth' have shape \(2,\) and dtype torch.bool"),
+        (Trim(lengths="half", fields=["ids"]), ValueError, r"lengths 'half' have shape \(2,\) and dtype torch.float32"),
         (Trim(lengths="ids", fields=["ids"]), ValueError, r"lengths 'ids' have shape \(2, 8\) and dtype torch.int64"),
         # A tokenizer without padding has pad_token_id None; -100 in uint8 would be 156, a label that is trained.
         (Trim("mask", fill={"ids": None}), ValueError, "fill of 'ids' is None, the field has dtype torch.int64; padd"),
         (Trim("mask", fill={"ids": 0.5}), ValueError, "fill of 'ids' is 0.5, the field has dtype torch.int64"),
         (Trim("mask", fill={"bytes": -100}), ValueError, "fill of 'bytes' is -100, the field has dtype torch.uint8"),
+        (Trim("mask", fill={"array": 0.5}), ValueError, "fill of 'array' is 0.5, the field has dtype uint8"),
         (Trim("mask", fill={"array": 256}), ValueError, "fill of 'array' is 256, the field has dtype uint8"),
         (Trim("mask", fill={"floats": None}), ValueError, "fill of 'floats' is None, the field has dtype float32"),
     ],
 )
 def test_a_trim_that_does_not_fit(trim, error, message):
     batch = padded([2, 3], 8, "right") | {"n": torch.tensor([2, 7]), "short": torch.zeros(2, 6)}
-    batch |= {"minus": torch.tensor([-1, 8]), "truth": torch.tensor([True, False])}
+    batch |= {"minus": torch.tensor([-1, 8]), "truth": torch.tensor([True, False]), "half": torch.tensor([0.5, 2])}
     batch["lists"] = [[1, 1], [1, 0]]
     batch["nested"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     batch |= {"bytes": torch.zeros(2, 8, dtype=torch.uint8), "array": np.zeros((2, 8), np.uint8)}
@@ -212,6 +215,10 @@ def test_stated_padding_needs_no_look():
         joined(full, Trim("mask"))
     batch = joined(full, Trim("mask", fill={"labels": -100, ("ids",): 6}))
     assert batch["labels"][0].tolist()[3:] == [-100, -100] and batch["ids"][0].tolist()[3:] == [6, 6]
+    for dtype in (torch.float32, torch.complex64, np.float32):  # a value that is rounded
+        assert joined(sequences(0, [1, 2, 3], dtype), Trim("mask", fill={"ids": 0.1}))["ids"][0, 3] == pytest.approx(
+            0.1
+        )
     same = [texts([3], 3), texts([3, 3], 3)]
     assert as_values(joined(same, Trim("mask"))) == as_values(concat_rows(same))
 

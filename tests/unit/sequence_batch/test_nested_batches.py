@@ -16,7 +16,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from commons.sequence_batch import host_copies
 from commons.sequence_batch.batch import BaseBatch
-from commons.sequence_batch.open_batch import batch_device, open_batch, replace_rows, row_counts, row_fields, value_at
+from commons.sequence_batch.open_batch import (
+    batch_device,
+    open_batch,
+    replace_rows,
+    require_one_device,
+    row_counts,
+    row_fields,
+    value_at,
+)
 from commons.sequence_batch.rows import Rows, select_rows
 from commons.sequence_batch.schema import BatchSchema, register_batch_type
 from tests.helpers.batches.any_batches import as_values, concat_rows, dense, jagged, keyed, kjt, nested
@@ -122,8 +130,11 @@ def test_a_batch_is_opened_by_path():
         found = value_at(batch, path)
         assert found is value or torch.equal(found, value)
     assert row_counts(batch) == (2, 2) and batch_device(easyrec_batch([1])).type == "cpu"
-    with pytest.raises(ValueError, match="the batch is an Inner without rows"):
-        batch_device(Inner("no tensor"))
+    for function in (batch_device, row_counts):
+        with pytest.raises(ValueError, match="the batch is an Inner without rows"):
+            function(Inner("no tensor", batch_size=2))
+    with pytest.raises(ValueError, match="fields are on different devices: {'a': 'cpu', 'b': 'meta'}"):
+        require_one_device({("a",): ONES, ("b",): ONES.to("meta")})
     changed = replace_rows(batch, {("more", "kt", "a", "values"): torch.ones(2, 3), ("inner", "ids"): torch.ones(2)})
     assert changed.more["kt"]["a"]["k"].tolist() == [[1, 1]] * 2 and changed.inner.ids.tolist() == [1, 1]
     assert as_values(batch) == as_values(deep([3, 4]))
@@ -268,6 +279,13 @@ class Heir(Own):
     pass
 
 
+@register_batch_type(per_rank=["handle"])
+@dataclass
+class NoDefault:
+    values: torch.Tensor
+    handle: Any
+
+
 def test_values_of_each_rank_do_not_make_batches_differ():
     def own(when: float, source: str, unit: str = "s") -> Own:
         return Own(torch.ones(2), when, {"t": torch.ones(2), "source": source, "sources": unit})
@@ -306,6 +324,8 @@ def test_declarations_add_up_and_are_checked():
     # JSON cannot hold this one: an empty batch has the default.
     schema = learned(Local(torch.ones(2), handle=object()))
     assert schema == BatchSchema.of(Local(torch.ones(2), handle=lambda: 0)) and schema.empty_batch().handle is None
+    with pytest.raises(TypeError, match="a per_rank value of another type must be a field with a default"):
+        BatchSchema.of(NoDefault(torch.ones(2), object()))
     # An attribute that is no field counts as one.
     register_batch_type(Local, per_rank=("stamp",))
     batches = [Local(torch.ones(2), handle=object()) for _ in range(2)]

@@ -173,6 +173,9 @@ def test_a_dtype_that_nothing_can_be_selected_from_is_named():
     short = KeyedJaggedTensor(keys=["a"], values=torch.arange(3), lengths=torch.tensor([1, 2], dtype=torch.int16))
     with pytest.raises(TypeError, match=r"'deep\.a' has a dtype from which no rows can be selected \(.*'Short'\)"):
         select_rows({"deep": {"a": short}}, [1])
+    wide = KeyedJaggedTensor(keys=["a"], values=torch.ones(3, dtype=torch.complex128), lengths=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="dtype torch.complex128; dtypes of 1, 2, 4 or 8 bytes can be permuted"):
+        select_rows(wide, [1])
 
 
 def test_types_that_are_kept():

@@ -127,6 +127,7 @@ ODD = {"groups": [0, 0, 1, 1, 1]}
         (EITHER, {"max_tokens": 4, "padded": True}, "max_tokens is 4, padded is True; the tokens of a padded"),
         (EITHER, {"speeds": [1]}, r"speeds has shape \(1,\), num_ranks is 2; .*: pass 2 positive integers"),
         (EITHER, {"speeds": [1, 2], "padded": True}, "speeds are given, padded is True; .*: leave out one of them"),
+        (EITHER, {"max_tokens": 4}, "max_tokens is 4, tokens is None; a cap needs the tokens of each row"),
         (EITHER, {"max_tokens": 4, "tokens": [1, 5, 2]}, "row 1 alone has 5 tokens, max_tokens is 4; no plan"),
         (BUDGET, {"budget_per_rank": 0}, "budget_per_rank is 0; it must be an integer of at least 1"),
         (BUDGET, {"workloads": [6, 5]}, "budget_per_rank is 4, the lightest row costs 5; .* several rows"),

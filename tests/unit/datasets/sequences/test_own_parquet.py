@@ -93,6 +93,13 @@ class TestPreprocess:
         path = stored(tmp_path, EventColumns("uid", "iid", "ts", actions=conditions), table)
         assert [action for _, action, _ in rows_of(path)[1][0]] == [0b1110, 0b0001, 0]
 
+    def test_conditions_on_texts_and_booleans(self, tmp_path):
+        conditions = ("event == 'buy'", "event == aha", "liked == true", "liked != TRUE")
+        values = {"event": ["buy", "aha", None], "liked": [True, False, None]}
+        table = {"uid": [1] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], **values}
+        path = stored(tmp_path, EventColumns("uid", "iid", "ts", actions=conditions), table)
+        assert [action for _, action, _ in rows_of(path)[1][0]] == [0b0101, 0b1010, 0]
+
     @pytest.mark.parametrize("kinds", [["float"], ["double"], ["float", "double"], ["double", "float"]])
     def test_a_condition_has_the_precision_of_its_column(self, tmp_path, kinds):
         """A float32 of one file is read as the float64 of another one, which is not the number in the condition."""
