@@ -273,7 +273,7 @@ def _factory_name(factory: Any, path: Path) -> str | None:
         return None
     name = next((name for name, known in _FACTORIES.items() if known is factory), None)
     if name is None:
-        found = sys.modules.get(getattr(factory, "__module__", None) or "")
+        found = sys.modules.get(getattr(factory, "__module__", ""))
         for part in getattr(factory, "__qualname__", "").split("."):
             found = getattr(found, part, None)
         error = TypeError if found is factory else UnsendableError

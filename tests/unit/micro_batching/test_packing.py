@@ -18,7 +18,7 @@ from commons.micro_batching import (
     refined_allocate,
     repacking,
 )
-from commons.micro_batching.first_fit import l2_bound
+from commons.micro_batching.first_fit import first_fit_equal, l2_bound
 from commons.micro_batching.leveling import level
 from tests.helpers.batches.groupings import groupings
 
@@ -129,6 +129,26 @@ def test_refined_is_at_the_bound_and_even(capacity):
         at_bound.append(counts["refined"] == metrics["lower_bound"])
     assert sum(at_bound) >= 19
     assert np.mean(spreads["refined"]) <= min(0.5 * np.mean(spreads["ffd"]), np.mean(spreads["kk"]))
+
+
+def plain_first_fit_equal(weights, capacity, num_groups):
+    (size, num_larger), groups, parts = divmod(len(weights), num_groups), [[] for _ in range(num_groups)], []
+    for weight in weights:
+        longest = size + (sum(len(group) > size for group in groups) < num_larger)
+        fits = [len(group) < longest and sum(group) + weight <= capacity for group in groups]
+        if not any(fits):
+            return None
+        parts.append(fits.index(True))
+        groups[parts[-1]].append(weight)
+    return parts
+
+
+@given(problems())
+def test_first_fit_into_equal_groups_is_first_fit(problem):
+    values, capacity, num_groups, *_ = problem
+    weights = np.sort(np.array(values))[::-1]
+    parts = first_fit_equal(weights, capacity, num_groups)
+    assert (None if parts is None else parts.tolist()) == plain_first_fit_equal(weights.tolist(), capacity, num_groups)
 
 
 def test_leveling_ends_where_nothing_from_another_group_helps_the_lightest():
