@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from commons.checks import as_boolean
-from commons.perf_model.loads import numbered, sum_by_rank
+from commons.perf_model.loads import fill_empty, numbered, sum_by_rank
 from commons.perf_model.partitioner import Partition, as_int64_workloads, partition
 from commons.perf_model.partitioner.inputs import as_array
 from commons.perf_model.shuffle_plan import GatheredRows, ShufflePlan
@@ -106,7 +106,7 @@ def plan_redistribution(
         # so that as much work as possible stays at home.
         part_of_unit = partition(units, num_ranks).assignment
         rank_of_unit = ranks_near_home(part_of_unit[unit_of_row], home, workloads, num_ranks)[part_of_unit]
-    destination = _fill_empty(units, rank_of_unit, num_ranks)[unit_of_row]
+    destination = fill_empty(rank_of_unit, units, num_ranks)[unit_of_row]
     return ShufflePlan.of(gathered, destination, plan.lower_bound)
 
 
@@ -160,17 +160,3 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
 def _is_missing(item: Any) -> bool:
     """Whether an id is None, NaN or pandas' NA."""
     return item is None or (isinstance(item, float) and item != item) or str(item) == "<NA>"
-
-
-def _fill_empty(units: np.ndarray, part_of_unit: np.ndarray, num_parts: int) -> np.ndarray:
-    """Give every empty part the lightest unit of a part that has several; the largest load does not grow."""
-    counts = np.bincount(part_of_unit, minlength=num_parts)
-    if counts.all():
-        return part_of_unit
-    filled = part_of_unit.copy()
-    lightest_first = iter(np.argsort(units, kind="stable"))
-    for part in np.flatnonzero(counts == 0):
-        unit = next(unit for unit in lightest_first if counts[filled[unit]] > 1)
-        counts[filled[unit]] -= 1
-        filled[unit] = part
-    return filled

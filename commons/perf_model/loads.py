@@ -31,6 +31,26 @@ def numbered(ids: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(first))[inverse.reshape(-1)]
 
 
+def fill_empty(parts: np.ndarray, weights: np.ndarray, num_parts: int) -> np.ndarray:
+    """Give every empty part the lightest row of a part that has several; the largest load does not grow.
+
+    `parts` is int64 `(n,)`, the part of each row, with n at least `num_parts`.
+
+    >>> fill_empty(np.array([0, 0, 1, 1]), np.array([1, 2, 5, 6]), 4).tolist()
+    [2, 0, 3, 1]
+    """
+    counts = np.bincount(parts, minlength=num_parts)
+    if counts.all():
+        return parts
+    filled = parts.copy()
+    lightest_first = iter(np.argsort(weights, kind="stable"))
+    for part in np.flatnonzero(counts == 0):
+        row = next(row for row in lightest_first if counts[filled[row]] > 1)
+        counts[filled[row]] -= 1
+        filled[row] = part
+    return filled
+
+
 def imbalance(loads: np.ndarray | list[int], speeds: np.ndarray | None = None) -> float:
     """Largest load divided by the mean, minus 1; 0.0 if there is no load. With speeds, the same for `times_of`.
 

@@ -12,7 +12,7 @@ import numpy as np
 from commons.checks import as_count
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.datasets.samplers.planned import PlannedSampler, PlannedStep, logger
-from commons.perf_model.loads import sum_by_rank
+from commons.perf_model.loads import fill_empty, sum_by_rank
 from commons.perf_model.partitioner import padded_groups, partition
 from commons.perf_model.partitioner.inputs import INT64_MAX
 
@@ -292,8 +292,7 @@ class BudgetBatchSampler(PlannedSampler):
         speeds = None if self._speeds is None else self._speeds[ranks]
         plan = partial(partition, workloads, num_parts, tokens=sizes, max_tokens=cap, best_effort=True, speeds=speeds)
         for equal_size in (False, True):  # parts of equal size keep the cap on rows
-            parts = plan(equal_size=equal_size).assignment
-            _fill_empty(parts, workloads, num_parts)
+            parts = fill_empty(plan(equal_size=equal_size).assignment, workloads, num_parts)
             counts, loads = np.bincount(parts, minlength=num_parts), sum_by_rank(parts, workloads, num_parts)
             if ((loads > self._budgets[ranks]) & (counts > 1)).any():
                 return None
@@ -317,13 +316,3 @@ def _running_sums(values: np.ndarray) -> np.ndarray:
     sums = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=sums[1:])
     return sums
-
-
-def _fill_empty(parts: np.ndarray, workloads: np.ndarray, num_parts: int) -> None:
-    """Move to each empty part the lightest row of parts with several rows; needs at least `num_parts` rows."""
-    counts = np.bincount(parts, minlength=num_parts)
-    for part in np.flatnonzero(counts == 0):
-        others = np.flatnonzero(counts[parts] > 1)
-        row = others[workloads[others].argmin()]
-        counts[parts[row]] -= 1
-        parts[row], counts[part] = part, 1

@@ -207,6 +207,10 @@ def test_one_row_and_rows_without_tokens():
         (([1] * 10, 8, 7, 6), "7 groups are needed .for min_groups.*multiple of n_groups_divisor 6 is 12.*are 10 rows"),
         (([6] * 10, 8, 1, 6), "10 groups are needed .for 60 in 10 values, capacity 8.*6 is 12, there are 10 rows"),
         (([5, 4, 4, 4, 1], 8, 1, 4), None),
+        (
+            ([2, 2, 2, 4, 7, 4, 7], 7, 1, 4),
+            "7 rows do not fit 4 groups, .* under capacity 7: no packing was found; lower",
+        ),
         (([1, -2], 8), r"values\[1\] is -2; values must be non-negative integers"),
         (([1], 0), "capacity is 0; it must be an integer of at least 1"),
         (([1], 2, 0), "min_groups is 0; it must be an integer of at least 1"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -189,6 +189,8 @@ def test_types_that_are_kept():
     assert as_values(select_rows(criteo, [1])) == as_values(Batch(dense([2]), kjt([2]), torch.tensor([1])))
     two_dims = TensorDict({"x": torch.arange(6).view(3, 2)}, batch_size=[3, 2])
     assert select_rows(two_dims, [2]).batch_size == (1, 2) and select_rows(two_dims, [2]).device is None
+    with_text = TensorDict({"text": NonTensorStack("a", "b"), "x": torch.arange(2)}, batch_size=[2], device="cpu")
+    assert select_rows(with_text, [1]).device == torch.device("cpu") and select_rows(with_text, [1])["text"] == ["b"]
     lazy = lazy_stack([TensorDict({"x": torch.arange(2)}), TensorDict({"x": torch.arange(2) + 5})])
     assert concat_rows([select_rows(lazy, [1])])["x"].tolist() == [[5, 6]]
     settings = types.MappingProxyType({"kept": "as it is"})
