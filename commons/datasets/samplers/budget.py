@@ -303,8 +303,6 @@ class BudgetBatchSampler(PlannedSampler):
         return None
 
     def _deal_padded(self, workloads: np.ndarray, num_parts: int) -> np.ndarray | None:
-        if self._most_groups is not None and len(workloads) > num_parts * self._most_groups:
-            return None
         parts = padded_groups(workloads, num_groups=num_parts, max_rows=self._most_groups)
         heaviest = np.zeros(num_parts, np.int64)
         np.maximum.at(heaviest, parts, workloads)
