@@ -271,6 +271,8 @@ def test_rows_above_the_budget_are_told_once(caplog):
             sampler = BudgetBatchSampler(work, budget_per_rank=5, num_ranks=2, rank=rank, shuffle=False)
         assert sorted(row for step in sampler.plan(0) for row in step.rows.tolist()) == list(range(6))
         list(sampler)
+        BudgetBatchSampler(work, budget_per_rank=5, num_ranks=1, rank=0, groups=[3, 7, 7, 3, 9, 9])
+    assert caplog.records.pop().getMessage().startswith("group 7 costs 92, budget_per_rank is 5; it is alone on a rank")
     assert [record.getMessage() for record in caplog.records] == [
         "row 1 costs 90, budget_per_rank is 5; it is alone on a rank in its step, as are all 2 rows above the budget, "
         "and their steps take longer than others: truncate them, or raise the budget, at best to the heaviest, 90"

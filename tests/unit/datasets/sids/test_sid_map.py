@@ -16,7 +16,7 @@ from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sids import map as sid_map
 from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences
-from commons.datasets.sids.map import SIDMap, random_sid_map
+from commons.datasets.sids.map import SIDMap, is_sid_map, random_sid_map
 from tests.helpers.datasets.sid_users import Users
 from tests.helpers.datasets.stored_users import vocabularies_of
 
@@ -28,16 +28,16 @@ class TestFiles:
         SIDMap(np.arange(4) * 3, CODES, (3, 2), {"seed": 5}).save(tmp_path / "sids.parquet")
         loaded = SIDMap.load(tmp_path / "sids.parquet", [3, 2])
         assert loaded.codes.tolist() == CODES.tolist() and loaded.item_ids.tolist() == [0, 3, 6, 9]
-        assert loaded.options == {"seed": 5}
+        assert loaded.options == {"seed": 5} and is_sid_map(tmp_path / "sids.parquet")
         with pytest.raises(ValueError, match=r"codebook_sizes is \[4, 2\], the map was made with \[3, 2\]"):
             SIDMap.load(tmp_path / "sids.parquet", [4, 2])
 
     @pytest.mark.parametrize("kind", [pa.list_(pa.int16()), pa.large_list(pa.int64()), pa.list_(pa.int32(), 2)])
     def test_parquet_of_others(self, tmp_path, kind):
         table = pa.table({"sid": pa.array(CODES.tolist(), kind), "item_id": pa.array([4, 3, 2, 1], pa.uint32())})
-        pq.write_table(table, tmp_path / "sids.parquet")
+        pq.write_table(table, tmp_path / "sids.parquet", store_schema=False)  # without any metadata
         loaded = SIDMap.load(tmp_path / "sids.parquet", [3, 2])
-        assert loaded.codes.tolist() == CODES[::-1].tolist()
+        assert loaded.codes.tolist() == CODES[::-1].tolist() and not is_sid_map(tmp_path / "sids.parquet")
 
     def test_npy(self, tmp_path):
         np.save(tmp_path / "sids.npy", CODES.astype(np.int32))
