@@ -102,8 +102,10 @@ def test_nested_tensors_need_no_mask():
     other = torch.nested.nested_tensor([*rows[1:], rows[0]], layout=torch.jagged)
     with pytest.raises(ValueError, match="'input_ids' and 'other' are nested tensors of different lengths"):
         pack_rows({"input_ids": ids, "other": other})
-    with pytest.raises(ValueError, match="'input_ids' is a nested tensor with gaps or of layout torch.strided"):
-        pack_rows({"input_ids": torch.nested.nested_tensor(rows, layout=torch.strided)})
+    gaps = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([2, 3]))
+    for wrong, layout in ((torch.nested.nested_tensor(rows, layout=torch.strided), "strided"), (gaps, "jagged")):
+        with pytest.raises(ValueError, match=f"'input_ids' is a nested tensor with gaps or of layout torch.{layout}"):
+            pack_rows({"input_ids": wrong})
 
 
 def test_nested_tensors_whose_values_are_not_their_tokens():

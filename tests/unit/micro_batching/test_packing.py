@@ -1,7 +1,8 @@
 """The allocators: what always holds, how good they are, what they say about a mistake, and the metrics."""
 
 import math
-from itertools import chain
+import sys
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -172,6 +173,17 @@ def test_hard_packings_that_first_fit_and_differencing_miss():
         values += [first, second, 1000 - first - second]
     assert len(ffd_allocate(values, 1003)) > 41 and len(kk_allocate(values, 1003)) > 40
     assert len(refined_allocate(values, 1003)) == 40
+
+
+@given(st.lists(st.integers(1, 12), max_size=7), st.integers(0, 30))
+def test_a_filling_is_the_best_of_all(weights, room):
+    weights.sort(reverse=True)
+    subsets = sorted(chain(*(combinations(range(len(weights)), size) for size in range(len(weights) + 1))))
+    load = {subset: sum(weights[row] for row in subset) for subset in subsets}
+    best = max((subset for subset in subsets if load[subset] <= room), key=load.__getitem__)
+    assert repacking.best_filling([-weight for weight in weights], room, 0, sys.maxsize) == list(best)
+    # Rows that fit nowhere go to the lightest groups, and rows without weight are in one group too.
+    assert repacking.fill_groups([5, 5, 5, 5, 0], range(5), 2, 5, 10) == [[0, 2, 4], [1, 3]]
 
 
 def test_packings_that_only_repacking_finds(monkeypatch):

@@ -28,6 +28,8 @@ class TestPreprocess:
         source = write_tar(tmp_path / "KuaiRand-Pure.tar.gz", files_of())
         path = PURE.preprocess(source, tmp_path / "data")
         assert path == tmp_path / "data" / "kuairand-pure.parquet"
+        assert PURE.event_files == ("log_standard_4_08_to_4_21_pure.csv", "log_standard_4_22_to_5_08_pure.csv")
+        assert V27K.event_files[:2] == tuple(f"log_standard_4_08_to_4_21_27k_part{part}.csv" for part in (1, 2))
         times = [1649408070000, 1649408076860, 1651338000000, 1651338000000]
         assert {user: [*row.values()] for user, row in rows_of(path, "kuairand-pure").items()} == {
             3: ["UNKNOWN", "500+", [20, 1071, 999, 7], [255, 65, 32, 1], times],

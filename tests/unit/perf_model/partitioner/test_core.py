@@ -72,6 +72,7 @@ def test_refine_lowers_the_largest_load_and_keeps_the_cap(workloads, parts, data
     before, after = (np.bincount(each, weights=workloads, minlength=parts).max() for each in (start, refined))
     assert after <= before
     assert np.bincount(refined, weights=tokens, minlength=parts).max() <= cap
+    assert np.array_equal(refine(workloads, start, parts, tokens=tokens), refine(workloads, start, parts))
     assert refine([], [], parts).tolist() == []
 
 
