@@ -286,6 +286,12 @@ class NoDefault:
     handle: Any
 
 
+@register_batch_type
+@dataclass
+class Factory(NoDefault):
+    handle: Any = field(default_factory=list)
+
+
 def test_values_of_each_rank_do_not_make_batches_differ():
     def own(when: float, source: str, unit: str = "s") -> Own:
         return Own(torch.ones(2), when, {"t": torch.ones(2), "source": source, "sources": unit})
@@ -326,6 +332,7 @@ def test_declarations_add_up_and_are_checked():
     assert schema == BatchSchema.of(Local(torch.ones(2), handle=lambda: 0)) and schema.empty_batch().handle is None
     with pytest.raises(TypeError, match="a per_rank value of another type must be a field with a default"):
         BatchSchema.of(NoDefault(torch.ones(2), object()))
+    assert learned(Factory(torch.ones(2), object())).empty_batch().handle == []
     # An attribute that is no field counts as one.
     register_batch_type(Local, per_rank=("stamp",))
     batches = [Local(torch.ones(2), handle=object()) for _ in range(2)]

@@ -105,12 +105,14 @@ class TestPreprocess:
         """A float32 of one file is read as the float64 of another one, which is not the number in the condition."""
         (tmp_path / "log").mkdir()
         for file, kind in enumerate(kinds):
-            table = {"uid": [file] * 3, "iid": [1, 2, 3], "ts": [1, 2, 3], "stars": pa.array([4.0, 4.1, 4.2], kind)}
+            stars = pa.array([4.0, 4.1, 4.2, 4.1 + 1e-9], kind)
+            table = {"uid": [file] * 4, "iid": [1, 2, 3, 4], "ts": [1, 2, 3, 4], "stars": stars}
             write(tmp_path / "log" / f"{file}.parquet", table)
         columns = EventColumns("uid", "iid", "ts", actions=("stars >= 4.1", "stars == 4.1"))
         path = preprocess_parquet(columns, tmp_path / "log", tmp_path / "data", test_fraction=0)
         users = rows_of(path)
-        assert [[action for _, action, _ in users[file][0]] for file in range(len(kinds))] == [[0, 3, 1]] * len(kinds)
+        expected = [0, 3, 1, 1 if kinds == ["double"] else 3]
+        assert [[action for _, action, _ in users[file][0]] for file in range(len(kinds))] == [expected] * len(kinds)
 
     @given(
         rows=st.lists(
