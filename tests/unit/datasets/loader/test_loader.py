@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.loader.resumable import ResumableLoader, wrap
-from commons.datasets.samplers.epoch import BatchOrderSampler, Place, ShardedBatchSampler
+from commons.datasets.loader.resumable import ResumableLoader, _Batches, _Given, wrap
+from commons.datasets.samplers.epoch import EPOCH_START, BatchOrderSampler, Place, ShardedBatchSampler
 from commons.datasets.sequences.file import SequenceFile
 from commons.datasets.sids.map import random_sid_map
 from tests.helpers.batches.any_batches import as_values
@@ -119,6 +119,15 @@ def test_a_state_behind_an_error_is_behind_its_batch(workers, error):
         resumed = loader()
         resumed.load_state_dict(state)
         assert list(read_all(iter(resumed))) == whole[done:]
+
+
+def test_a_sampler_that_fails_beside_workers_loses_no_batch():
+    """Nor does a worker that dies: the batch that is missing is the next one."""
+    for in_workers in (True, False):
+        progress = _Given(0, EPOCH_START)
+        with pytest.raises(ZeroDivisionError):
+            next(_Batches((1 // each for each in [0]), progress, in_workers=in_workers))
+        assert progress.num_batches == (not in_workers)
 
 
 def test_a_data_set_of_the_users_own_may_use_our_names():
