@@ -98,6 +98,7 @@ def test_batches_of_one_rank_are_not_dealt_again(make, remedy):
 def test_our_loader_reads_the_batches_of_one_rank_and_of_its_own_data_set(rows, rank, message):
     with pytest.raises(ValueError, match=message):
         ResumableLoader(range(40), BalancedBatchSampler([1] * rows, 4, num_ranks=2, rank=rank))
+    assert len(ResumableLoader(range(40), BalancedBatchSampler([1] * 40, 4, num_ranks=1, rank=None))) == 10
 
 
 def balanced_of(**changes):

@@ -165,6 +165,7 @@ class TestDataset:
     def test_bad_arguments(self, generated, arguments, message):
         with pytest.raises(ValueError, match=message):
             _dataset(generated, **arguments)
+        _dataset(generated, num_tasks=2, table_sizes={"movie_id": 3883})  # the limits
 
     @pytest.mark.parametrize("names", [["rating"], ["user_id", "timestamp"], ["split"], ["movie_id"]])
     def test_what_has_not_one_id_per_user_is_no_context(self, generated, names):
