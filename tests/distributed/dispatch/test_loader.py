@@ -165,6 +165,7 @@ def test_a_closed_loader_is_refused():
 @pytest.mark.parametrize("pin_memory", [False, True])  # as for a DataLoader, also on a machine without a GPU
 def test_without_ranks(pin_memory):
     loader = SingleRankLoader(list(padded_batches([2, 1], 2)), workloads_of, pin_memory=pin_memory)
+    assert loader.state_dict() == {"batches": 0, "loader": None}
     assert [as_values(batch) for batch in loader] == [as_values(batch) for batch in padded_batches([2, 1], 2)]
 
 
