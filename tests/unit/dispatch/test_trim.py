@@ -82,6 +82,8 @@ def test_nothing_to_cut_copies_nothing():
     batch = padded([8, 3], 8, "right")
     assert trim_batch(batch, Trim("mask"))[0]["ids"] is batch["ids"]
     assert trim_batch(batch, [])[0]["ids"] is batch["ids"]
+    batch["n"] = torch.tensor([8, 3])
+    assert trim_batch(batch, Trim(lengths="n", fields=["ids"]))[0]["ids"] is batch["ids"]
     _, (window,) = trim_batch(padded([0, 0], 0, "right"), Trim("mask"))
     assert (window.start, window.stop) == (0, 0)
 
