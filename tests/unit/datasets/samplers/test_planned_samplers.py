@@ -291,6 +291,7 @@ def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
     with_room = options | {"window": 3}  # a light row beside every heavy one
     rows = BalancedBatchSampler([1] * 6, 2, num_ranks=1, rank=0, **with_room).plan(0)
     assert sorted(sum(options["tokens"][row] for row in step.rows) for step in rows) == [7, 7, 7]
+    assert len(list(BalancedBatchSampler([1] * 6, 1, num_ranks=2, rank=0, **with_room))) == 3  # a row in each batch
     assert len(caplog.records) == 1
 
 
