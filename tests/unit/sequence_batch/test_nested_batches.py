@@ -310,6 +310,8 @@ def test_values_of_each_rank_do_not_make_batches_differ():
     heirs = [BatchSchema.of(Heir(torch.ones(2), when)) for when in (1.0, 2.0)]
     assert heirs[0] == heirs[1]
     undeclared = [BatchSchema.of(Known(torch.ones(2), when)) for when in (1.0, 2.0)]
+    (difference,) = undeclared[0].differences(first)
+    assert difference == f"batch type {__name__}.Known and {__name__}.Own"
     assert undeclared[0].way_out(undeclared[1]).endswith("register_batch_type(Known, per_rank=('when',))")
     assert undeclared[0].way_out(BatchSchema.of(Known(torch.ones(2).int(), 1.0))) == ""
     of_dicts = [Rows.of({"values": torch.ones(2), "when": when}).schema for when in (1.0, 2.0)]

@@ -201,6 +201,8 @@ def test_types_that_are_kept():
 def test_numbers_of_rows_and_bytes():
     assert Rows.of({"deep": [padded_batch([1])]}).states_padding and not Rows.of(plain_batch([1])).states_padding
     assert count_rows(["a", "b"]) == 2
+    looked_up = {("x",): (kjt([1]), True), ("y",): (jagged([1]), False), ("labels",): (kjt([1]), False)}
+    assert all(describe_leaf(path, value).is_lookup == expected for path, (value, expected) in looked_up.items())
     assert Rows.of({"x": torch.zeros(2, 3), "y": np.zeros((2, 2), np.int16), "z": ["a", "b"]}).nbytes == 24 + 8
     doubled = Rows.of({"x": dense([1, 2])}).map(lambda path, leaf: leaf * (2 if path == ("x",) else 1)).batch
     assert torch.equal(doubled["x"], dense([1, 2]) * 2)
