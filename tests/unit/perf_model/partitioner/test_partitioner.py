@@ -132,6 +132,8 @@ def test_values_up_to_the_limit_are_exact():
     home = partition([2**61, 2**61 - 1], 2, home=[0, 0], slack=1.0)  # a load of twice as much would do
     assert sorted(home.loads.tolist()) == [2**61 - 1, 2**61]
     assert partition([2**53 + 1, 2**53 + 3], 2).loads.max() == 2**53 + 3
+    for dtype in (np.float64, np.uint64, object):
+        assert as_int64_workloads(np.array([0, 2**62 - 1024], dtype=dtype)).tolist() == [0, 2**62 - 1024]
 
 
 @pytest.mark.parametrize(
