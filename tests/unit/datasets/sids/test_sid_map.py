@@ -15,7 +15,7 @@ from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sids import map as sid_map
-from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences
+from commons.datasets.sids.assignment import _Codebook, assign_sids, count_cooccurrences, embed_items
 from commons.datasets.sids.map import SIDMap, is_sid_map, random_sid_map
 from tests.helpers.datasets.sid_users import Users
 from tests.helpers.datasets.stored_users import vocabularies_of
@@ -154,6 +154,20 @@ def test_cooccurrences_are_those_of_all_pairs(users, window):
                 expected[second, first] += 1
     found = count_cooccurrences(Users(users), np.arange(7), window)
     assert np.array_equal(found.toarray(), expected)
+
+
+def test_vectors_are_those_of_the_mutual_information():
+    """Up to a rotation, which the products of vectors do not show."""
+    users = np.random.default_rng(0).integers(0, 6, (8, 9)).tolist()
+    counts = count_cooccurrences(Users(users), np.arange(6), 3)
+    pairs, of_items = counts.toarray(), counts.toarray().sum(axis=1)
+    with np.errstate(divide="ignore"):
+        information = np.log(pairs * pairs.sum() / np.outer(of_items, of_items))
+    left, scales, _ = np.linalg.svd(np.maximum(information, 0))
+    expected = left * np.sqrt(scales)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    found = embed_items(counts, 64, seed=0)
+    assert np.allclose(found @ found.T, expected @ expected.T)
 
 
 def test_leading_codes_are_shared_within_a_group():
