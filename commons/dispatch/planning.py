@@ -153,8 +153,14 @@ def as_int64_ids(groups: Any, num_rows: int) -> np.ndarray:
         raise ValueError(
             f"groups[{missing}] is {items[missing]}; rows without a group would stay together: give each its own id"
         )
-    digests = [hashlib.blake2b(str(item).encode(), digest_size=8).digest() for item in items]
-    return np.array([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=np.int64)
+    return np.array([_as_id(item) for item in items], dtype=np.int64)
+
+
+def _as_id(item: Any) -> int:
+    """An integer unchanged, because other ranks may have it in an integer dtype; the digest of a string."""
+    if isinstance(item, (int, np.integer)) and -(2**63) <= item < 2**63:
+        return int(item)
+    return int.from_bytes(hashlib.blake2b(str(item).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _is_missing(item: Any) -> bool:

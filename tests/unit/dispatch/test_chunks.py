@@ -190,3 +190,6 @@ def test_ids_of_many_groups_differ():
     ids = list(map(str, range(2000)))
     assert len(set(as_int64_ids(ids, len(ids)).tolist())) == len(ids)
     assert as_int64_ids([], 0).tolist() == []
+    for dtype in (np.int64, object):  # other ranks may have another one
+        assert as_int64_ids(np.array([7, -(2**63)], dtype=dtype), 2).tolist() == [7, -(2**63)]
+    assert as_int64_ids([7, "a", 2**70], 3)[0] == 7
