@@ -246,7 +246,7 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "heads"), heads=4, **changes):
         assert "hstu.num_attention_heads = 2, this run has 4" in error
-    nowhere = changes | {"ckpt_load_dir": str(tmp_path / "nowhere")}
+    nowhere = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(tmp_path / "nowhere")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **nowhere):
         assert "nowhere does not exist; it must be a checkpoint or" in error
     earlier = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(saved / "step_00000002")}

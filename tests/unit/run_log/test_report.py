@@ -89,6 +89,7 @@ def test_a_run_that_observes(tmp_path):
     assert report.gain.step == pytest.approx(whole / (whole - saved), rel=0.05)
     assert report.step_time.rest == pytest.approx(FIXED_MS) and report.step_time.exchange is None
     assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
+    assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # as far as its numbers show
 
 
 BY_WORK = config_of(balance_sampler=True, enable_balanced_shuffler=False)
