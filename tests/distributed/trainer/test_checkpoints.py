@@ -308,15 +308,15 @@ def test_what_the_disk_has_spoilt_is_passed_over(
     assert [path.name for path in list_checkpoints(saved)] == [f"step_0000000{step}" for step in (2, 4, 6)]
 
 
-def _checkpointer(shuffler=None, **saving):
+def _checkpointer(shuffler=None, loss_scaler=None, **saving):
     """Of a sharded model, and the model."""
     model = build_sharded()[0]
     optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1, momentum=0.9)
-    recipe = Parts(TrainerArgs(1, 1, **saving), model, optimizer, (), None)
+    recipe = Parts(TrainerArgs(1, 1, **saving), model, optimizer, (), None, loss_scaler=loss_scaler)
     return Checkpointer(recipe, model, optimizer, shuffler or IdentityBalancedBatchShuffler(), {}), model
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @on_two_ranks
 def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
     checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_keep=1)
@@ -375,8 +375,9 @@ def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
 def test_a_state_loaded_from_another_folder_has_yet_to_be_saved(tmp_path):
     saving = {"ckpt_save_interval": 2, "ckpt_load_dir": str(tmp_path / "first")}
     _checkpointer(**saving, ckpt_save_dir=str(tmp_path / "first"))[0].save(TrainProgress(2))
+    scaler = torch.amp.GradScaler("cpu")  # the run that saved had none: its dtype was another
     for name, is_saved in (("first", True), ("second", False)):
-        checkpoints, _ = _checkpointer(**saving, ckpt_save_dir=str(tmp_path / name))
+        checkpoints, _ = _checkpointer(loss_scaler=scaler, **saving, ckpt_save_dir=str(tmp_path / name))
         checkpoints.resume()
         assert checkpoints.has_saved(2) is is_saved
 

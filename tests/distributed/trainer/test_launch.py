@@ -79,6 +79,7 @@ def test_parallel_groups_end_with_their_run_and_others_are_kept(tmp_path):
 )
 @on_two_ranks
 def test_what_is_asked_of_a_group_that_exists(options, answer):
-    assert initialize_ranks(device_type="cpu") == torch.device("cpu")
+    for ranks in (None, RankInfo(dist.get_rank(), 2, dist.get_rank(), 2, "localhost:1")):
+        assert initialize_ranks(device_type="cpu", ranks=ranks) == torch.device("cpu")
     said = error_of(initialize_ranks, **{"device_type": "cpu"} | options)
     assert re.match(answer, said) and "\n" not in said, said

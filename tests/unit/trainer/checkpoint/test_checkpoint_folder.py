@@ -20,6 +20,7 @@ from commons.trainer.checkpoint.folder import (
     list_checkpoints,
     make_empty,
     read_state,
+    state_text,
     unfinished_path,
 )
 from commons.trainer.checkpoint.random_state import kept_random_state, random_state, set_random_state
@@ -99,6 +100,13 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     with pytest.raises(OSError, match=r"__0_0\.distcp .* is not on rank 0's disk; all ranks write to one folder"):
         complete_checkpoint(unfinished_path(final), final, {}, 3)
     assert steps(tmp_path) == []
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    path = save(tmp_path, 2)
+    (path / "state.json").write_text(state_text(read_state(path) | {"version": 2}))
+    with pytest.raises(ValueError, match="step_00000002 has version 2; this evenrank reads version 1: load it with "):
+        read_state(path)
 
 
 @pytest.mark.parametrize(
