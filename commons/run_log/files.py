@@ -46,7 +46,11 @@ def keep_lines_until(path: Path, last_step: int) -> tuple[list[dict[str, Any]], 
 
 
 def evaluation_in(records: list[dict[str, Any]], step: int) -> dict[str, float]:
-    """The last evaluation of a step, with NaN for JSON's null; empty if there is none."""
+    """The last evaluation of a step, with NaN for JSON's null; empty if there is none.
+
+    >>> evaluation_in([{"step": 3, "eval_auc": None}, {"step": 3, "loss": 0.5}], 3)
+    {'eval_auc': nan}
+    """
     found = [
         {name: math.nan if value is None else value for name, value in record.items() if name.startswith("eval_")}
         for record in records

@@ -131,7 +131,11 @@ def _plain(value: Any) -> Any:
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """`over` ÷ `under`; None if either is unknown, or if `under` is not positive."""
+    """`over` ÷ `under`; None if either is unknown, or if `under` is not positive.
+
+    >>> ratio(3.0, 2.0), ratio(0.0, 0.0), ratio(1.0, None)
+    (1.5, None, None)
+    """
     return None if over is None or under is None or under <= 0 else over / under
 
 

@@ -120,7 +120,8 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
     own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
     for run in (own, unbalanced(tmp_path / "c", steps, config)):  # the second one's shuffler is in mode "off"
         is_gain_known = run is own and in_turn == 1
-        assert ("train a run without it and report both" in advice_of(run)) is not is_gain_known
+        left = f": the imbalance is {run.gain.imbalance_before:.1%}. To measure the gain, train a run without it and "
+        assert (left in advice_of(run)) is not is_gain_known
         (against,) = compare_runs([base, run])
         assert against.rows_per_s > 1.1
         for reports in ([base, run], [run, base]):
@@ -213,7 +214,7 @@ LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below"),
+        (SAME | {"gated": 0.9}, "in 90% of the steps the gain was below --trainer.shuffler.min-gain."),
         (SAME | {"imbalance_before": 0.01}, "the ranks have even loads without balancing, leave it off."),
         (UNEVEN | {"lower_bound": 5e8, "window": 4}, "no plan can split: use a window (--trainer.shuffle-window 8)"),
         (UNEVEN | {"lower_bound": 3e8}, "no plan within the settings"),
@@ -233,6 +234,8 @@ def test_why_a_run_gains_less(tmp_path, changes, expected):
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
     assert "only one rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
+    observed = report_of(tmp_path, config=config_of(shuffler={"mode": "observe"}), **SAME | {"imbalance_before": 0.01})
+    assert advice_of(observed).startswith("Nothing to gain: the ranks have even loads ")
     assert "leave it off" in advice_of(unbalanced(tmp_path, [step | {"imbalance_before": 0.001} for step in AS_LOADED]))
 
 
@@ -252,11 +255,19 @@ def test_runs_beside_each_other(tmp_path):
     slower = changed(against, rows_per_s=0.8)
     assert "but its own steps show a gain of" in verdict_on(slower, base, other)
     # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
+    # Nor does a run gain in its steps if it only observes, or if its steps have other rows.
     same = changed(against, rows_per_s=1.0)
-    for balanced in (other, changed(base, by_work=True)):
-        assert verdict_on(same, balanced, other).endswith(trains.format(1.0))
-    apart = changed(against, differences=("ranks: 2 and 4", "rows per step: 8 and 16"))
-    assert verdict_on(apart, base, other).endswith("besides balancing, they differ in ranks: 2 and 4 and 1 more.")
+    pairs = [(other, other), (changed(base, by_work=True), other), (base, changed(other, balancing="observed"))]
+    assert all(verdict_on(same, *pair).endswith(trains.format(1.0)) for pair in pairs)
+    assert verdict_on(changed(same, equal_steps=False), base, other).endswith(trains.format(1.0))
+    assert verdict_on(changed(against, rows_per_s=None), base, other) == ""
+    for more, said in ((), "4."), (("rows per step: 8 and 16",), "4 and 1 more."):
+        apart = changed(against, differences=("ranks: 2 and 4", *more))
+        assert verdict_on(apart, base, other).endswith(f"besides balancing, they differ in ranks: 2 and {said}")
+    even = changed(other, gain=dataclasses.replace(other.gain, work=1.0))
+    assert [f"yet it trains {each.rows_per_s:.2f}×" in advice_of(even, each) for each in (against, slower, apart)] == [
+        *(True, False, False)
+    ]
     json.dumps(against.to_dict())
 
 
@@ -365,8 +376,9 @@ def test_times_that_do_not_follow_the_loads(tmp_path):
     report = report_of(tmp_path, padded, BY_STEP)
     assert report.time_fit.r_squared < 0.1
     warning = warning_of(report)
-    assert warning.startswith(f"Time does not follow the loads (R² {report.time_fit.r_squared:.2f}, ")
-    assert "the model pads to its longest row, other work" in warning
+    fit = f"(R² {report.time_fit.r_squared:.2f}, {report.time_fit.points} points of ranks and steps)"
+    assert warning.startswith(f"Time does not follow the loads {fit}, ")
+    assert "the model pads to its longest row, other work ran on the machine. If " in warning
     assert answer_of([report]).content["advice"][0] == warning
     for slope in (-1e-6, 0.0):
         steps = with_own(make_steps(), lambda step: [1e3 + slope * load for load in step["loads_after"]])
@@ -379,7 +391,9 @@ def test_an_old_log_is_fitted_by_its_steps(tmp_path):
         assert (fit.of, fit.points) == ("steps", 39) and fit.r_squared == pytest.approx(1)
     slow = [step | {"step_ms": float(RNG.lognormal(3, 0.5))} for step in make_steps(count=40)]
     report = report_of(tmp_path, slow, BY_STEP)
-    assert report.time_fit.r_squared < 0.3 and "most of a step does not depend on the loads" in warning_of(report)
+    assert report.time_fit.r_squared < 0.3
+    for said in ("39 points of lines of the log)", "or most of a step does not depend on the loads"):
+        assert said in warning_of(report)
 
 
 @pytest.mark.parametrize(
