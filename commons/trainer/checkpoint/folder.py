@@ -139,7 +139,7 @@ def read_state(path: Path) -> dict[str, Any]:
         text = (path / STATE_FILE).read_text(encoding="utf-8")
         state = json.loads(text)
         version, names = state["version"], list(state["digests"])
-        if "digest" in state and text != state_text(state):  # without one: written before there was one
+        if text != state_text(state):
             raise ValueError("its content has another digest")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
