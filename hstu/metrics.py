@@ -93,7 +93,7 @@ def auc_with_error(scores: torch.Tensor, is_positive: torch.Tensor) -> tuple[flo
     results are NaN if a label is missing or a score is NaN, the error also if a label occurs once.
     """
     positives, negatives = scores[is_positive], scores[~is_positive]
-    if not len(positives) or not len(negatives) or bool(scores.isnan().any()):
+    if bool(scores.isnan().any()):
         return math.nan, math.nan
     among_all = _midranks(scores)
     beaten = among_all[is_positive] - _midranks(positives)  # multiples of ½, so their sum is exact in any order

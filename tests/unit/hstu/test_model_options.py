@@ -165,7 +165,9 @@ def test_every_option_reaches_the_model():
     tables = {"movie_id": 9, "rating": 6, "age": 7, "zip": 8}
     names = {"item_feature_name": "movie_id", "contextual_feature_names": ("age", "zip")}
     data = SimpleNamespace(vocabulary_sizes=tables, max_sequence_length=30, **names)
-    made = HSTURecipe(config, torch.device("cpu")).config_on(data)
+    recipe = HSTURecipe(config, torch.device("cpu"))
+    made = recipe.config_on(data)
+    assert recipe.compute_dtype is torch.bfloat16 and recipe.loss_scaler is None
     assert made.table_widths == {"movie_id": 32, "rating": 64, "age": 16, "zip": 16}
     assert (made.num_negatives, made.temperature, made.item_dim) == (64, 0.1, 32)
     assert {name: getattr(made.hstu, name) for name in layers} == layers and model.cost_dimensions["max_attn_len"] == 7

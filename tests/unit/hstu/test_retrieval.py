@@ -231,6 +231,8 @@ def test_the_cost_of_a_model_with_a_time_bias_can_be_measured(task, num_negative
     target = HSTURecipe(TrainConfig(TrainerArgs(3, 3), DatasetArgs("random", 12, num_batches=1), model, task=task), CPU)
     batch = target.make_batch([4, 12, 0])
     target.train_step(batch)
+    tables = [module for module in target.measured_model.modules() if isinstance(module, torch.nn.Embedding)]
+    assert max(table.num_embeddings for table in tables) == 10_000  # of 100,000 users
     tokens, targets, contextual = target.row_tokens(batch)
     assert tokens.tolist() == [2 + 8, 2 + 24, 2] and targets.tolist() == [0, 0, 0] and contextual is None
     first, second, last = (row.tolist() for row in batch.features["timestamp"].to_dense())
