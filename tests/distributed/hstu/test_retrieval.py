@@ -160,12 +160,13 @@ def test_mistakes_are_named_on_every_rank(tmp_path):
 
 @on_two_ranks
 def test_times_and_negatives_are_no_tokens_to_balance():
-    flags = ["--shuffler-type", "tokens", "--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
-    recipe = HSTURecipe(load_config(TrainConfig, [*RUN.split(), *flags]), CPU)
-    shuffler = recipe.build_shuffler(balances=True)
-    shuffler.close()
-    counted, loaded = shuffler.feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
-    assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1
+    flags = ["--model.time-bias", "--task", "retrieval", "--model.num-negatives", "7"]
+    for name in ("tokens", "hstu"):
+        recipe = HSTURecipe(load_config(TrainConfig, [*RUN.split(), *flags, "--shuffler-type", name]), CPU)
+        shuffler = recipe.build_shuffler(balances=True)
+        shuffler.close()
+        counted, loaded = shuffler.token_feature_names, recipe.loaders[0].dataset.dataset[0].features.keys()
+        assert set(loaded) - set(counted) == {"timestamp"} and len(counted) == len(loaded) - 1
 
 
 @pytest.mark.slow
