@@ -271,7 +271,11 @@ class Checkpointer:
 
 
 def _differences(written: Any, here: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The name and both values of every difference, depth first."""
+    """The name and both values of every difference, depth first.
+
+    >>> list(_differences({"a": {"b": 1}, "d": 2}, {"a": {"b": 1, "c": 3}, "d": {"e": 4}}))
+    [('a.c', None, 3), ('d', 2, {'e': 4})]
+    """
     if isinstance(written, dict) and isinstance(here, dict):
         # Plain values before nested ones: nested differences often follow from a plain one.
         for key in sorted(written.keys() | here.keys(), key=lambda key: (isinstance(here.get(key), dict), key)):

@@ -207,9 +207,10 @@ def test_tables_train_at_the_scheduled_rate(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(two_ranks, tmp_path):
-    for error in two_ranks.run(error_of, run_loop, str(tmp_path), build_sharded, 8, broken_from=3):
-        assert "the loss of rank 1 is not finite at step 4;" in error
-    assert [line["step"] for line in lines(tmp_path)] == [2]
+    saves = {"ckpt_save_interval": 3, "eval_interval": 100}
+    for error in two_ranks.run(error_of, run_loop, str(tmp_path), build_sharded, 8, broken_from=2, evaluates=saves):
+        assert "the loss of rank 1 is not finite at step 3;" in error
+    assert [line["step"] for line in lines(tmp_path)] == [2] and not list((tmp_path / "checkpoints").iterdir())
     for error in two_ranks.run(error_of, run_scaled, str(tmp_path), build_plain, 8, broken_from=3):
         assert "continue from an earlier checkpoint with compute_dtype bf16, or with a lower" in error
 
