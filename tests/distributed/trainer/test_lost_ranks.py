@@ -209,3 +209,14 @@ def test_all_ranks_stop_after_the_same_step(signalled):
                 stop._handle(15, None)
             stop.after_step()
             assert stop.agreed == (bool(signalled) and step >= 2)
+
+
+def _agrees_alone():
+    with StopSignal() as stop:
+        stop._handle(15, None)
+        stop.after_step()
+    return stop.agreed
+
+
+def test_a_single_rank_stops_after_its_step(rank_pools):
+    assert rank_pools[1].run(_agrees_alone) == [True]
