@@ -31,6 +31,7 @@ ONE = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, address="
         ({"local_world_size": 2}, "rank 0 of 1 is number 0 of 2 on its machine; a machine cannot have more ranks"),
         ({"world_size": 2, "local_rank": 1, "local_world_size": 2}, "rank 0 of 2 is number 1 of 2 on its machine; "),
         ({"address": "localhost"}, "address is 'localhost'; it is `host:port`, .*: give rank 0's host"),
+        ({"address": "localhost:http"}, "address is 'localhost:http'; "),
         ({"address": "localhost:99999"}, "address is 'localhost:99999'; "),
         ({"address": ":29500"}, "address is ':29500'; "),
     ],
