@@ -89,7 +89,10 @@ def test_a_run_that_observes(tmp_path):
     saved = MS_PER_LOAD * (sums("largest_load_before", timed) - sums("largest_load_after", timed))
     assert report.gain.step == pytest.approx(sums("step_ms", timed) / (sums("step_ms", timed) - saved))
     assert report.step_time.rest == pytest.approx(FIXED_MS) and report.step_time.exchange is None
-    assert "leave --trainer.shuffler.mode observe out" in advice_of(report)
+    would = f"the slowest rank {report.gain.work:.2f}× faster and a step {report.gain.step:.2f}× without the time of the "
+    assert advice_of(report) == f"Balancing would make {would}exchange: leave --trainer.shuffler.mode observe out."
+    (against,) = compare_runs([unbalanced(tmp_path / "base"), report])
+    assert against.differences == () and against.work is None  # a gain that was not made
     assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # as far as its numbers show
 
 
