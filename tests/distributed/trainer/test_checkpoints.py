@@ -31,7 +31,7 @@ from tests.helpers.batches.square_shuffler import SquareShuffler, my_batch
 from tests.helpers.datasets.stored_users import copy_of_another_split
 from tests.helpers.jobs.movielens_runs import Noted, movielens_config
 from tests.helpers.jobs.run_folders import lines, losses
-from tests.helpers.models.torchrec_model import build_sharded, weights_of
+from tests.helpers.models.torchrec_model import build_sharded, head_of, weights_of
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of, logged
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
@@ -320,6 +320,7 @@ def _checkpointer(shuffler=None, loss_scaler=None, **saving):
 @on_two_ranks
 def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
     checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_keep=1)
+    head_of(model).register_buffer("mask", torch.tensor([-math.inf, 0.0]))  # no weight
     checkpoints.save(TrainProgress(1))
     if dist.get_rank() == 1:
         shards = [

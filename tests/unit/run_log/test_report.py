@@ -89,7 +89,9 @@ def test_a_run_that_observes(tmp_path):
     saved = MS_PER_LOAD * (sums("largest_load_before", timed) - sums("largest_load_after", timed))
     assert report.gain.step == pytest.approx(sums("step_ms", timed) / (sums("step_ms", timed) - saved))
     assert report.step_time.rest == pytest.approx(FIXED_MS) and report.step_time.exchange is None
-    would = f"the slowest rank {report.gain.work:.2f}× faster and a step {report.gain.step:.2f}× without the time of the "
+    would = (
+        f"the slowest rank {report.gain.work:.2f}× faster and a step {report.gain.step:.2f}× without the time of the "
+    )
     assert advice_of(report) == f"Balancing would make {would}exchange: leave --trainer.shuffler.mode observe out."
     (against,) = compare_runs([unbalanced(tmp_path / "base"), report])
     assert against.differences == () and against.work is None  # a gain that was not made
@@ -142,6 +144,7 @@ def test_the_parts_of_a_step_are_no_more_than_the_step(tmp_path, changes):
     parts = report.step_time.parts().values()
     assert sum(parts) == pytest.approx(report.step_time.total) and min(parts) >= 0
     assert "exchange_ms" not in changes or report.gain.step == pytest.approx(0, abs=1e-9)
+    assert report.gain.possible == report.gain.work or "lower_bound" not in changes
     assert "rows per second" in answer_of([unbalanced(tmp_path / "base"), report]).answer  # a gain of 0 divides nothing
 
 
@@ -294,10 +297,10 @@ def test_runs_that_do_not_compare_say_why(tmp_path):
         "trainer.seed: 1 and 2",
         "model.hidden_size: 64 and 32",
     )
-    assert against.loss is None  # no line is of the same steps
-    assert compare_runs([base, report_of(tmp_path / "c", config={})])[0].differences == (
-        "settings, which are unknown for one run",
-    )
+    assert against.loss is against.work is None  # no line is of the same steps
+    unknown = report_of(tmp_path / "c", config={})
+    for pair in ([base, unknown], [unknown, base]):
+        assert compare_runs(pair)[0].differences == ("settings, which are unknown for one run",)
 
 
 def test_a_budget_is_compared_by_rows_and_not_by_steps(tmp_path):
