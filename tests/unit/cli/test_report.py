@@ -111,16 +111,22 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
     fast = [step | {"step_ms": 0.8 * step["step_ms"]} for step in make_steps()]
     write_run(runs / "c", lines_of(fast, SIZES))
     write_run(runs / "d", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
-    names = [f"runs/{name}" for name in "abcd"]
-    contents = [asked("report", *order) for order in list(itertools.permutations(names))[::5]]
+    # The faster one of two without balancing is the base.
+    slow = [step | {"step_ms": 2 * step["step_ms"]} for step in make_steps(balances=False)]
+    write_unlooked(runs / "0", slow, SIZES)
+    names = [f"runs/{name}" for name in "0abcd"]
+    contents = [asked("report", *order) for order in list(itertools.permutations(names))[::25]]
     (answer,) = {content["advice"][-1] for content in contents}
     rate = {run["run"]: run["speed"]["rows_per_s"] for run in contents[0]["runs"]}
     best, other = (rate[name] / rate["runs/a"] for name in ("runs/c", "runs/b"))
     assert best > other > 1
     assert answer == (
-        f"runs/c trains {best:.2f}× the rows per second of runs/a, runs/b {other:.2f}×; "
+        f"runs/c trains {best:.2f}× the rows per second of runs/a, runs/b {other:.2f}×, runs/0 0.50×; "
         "runs/d cannot be compared with it."
     )
+    # Without such a run, the slowest one is.
+    of_balanced = f"runs/c trains {best / other:.2f}× the rows per second of runs/b."
+    assert {asked("report", *order)["advice"][-1] for order in itertools.permutations(names[2:4])} == {of_balanced}
     for order in (names[1:] + names[:1], names[::-1]):
         told("report", *order, "--html", "r.html")
         text, words = read_page(runs.parent / "r.html")
@@ -128,7 +134,7 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
         flat = " ".join(words.split())
         assert answer in flat and flat.index(answer) < flat.index("All numbers")
         first = re.findall(r"rows per second of \w ÷ \w", flat)
-        assert first == ["rows per second of c ÷ a", "rows per second of b ÷ a"]
+        assert first == [f"rows per second of {name} ÷ a" for name in "cb0"]
 
 
 def test_the_baseline_stands_where_a_steps_time_goes(runs):

@@ -116,6 +116,8 @@ def test_rows_read_by_their_work_gain_over_the_rows_dealt_in_turn(tmp_path):
     # Also if the shuffler, which only logs, takes long.
     for run in (report, report_of(tmp_path, steps, config=BY_WORK, before_in_turn=1, **SLOW_EXCHANGE)):
         assert f"Reading the rows by their work makes the slowest rank {report.gain.work:.2f}× fas" in advice_of(run)
+    uneven = report_of(tmp_path, steps, config=BY_WORK, before_in_turn=1, imbalance_after=0.3, optimality_gap=0.3)
+    assert advice_of(uneven).endswith("is 30%: use a window (--trainer.shuffle-window 2) or more rows per step.")
 
 
 @pytest.mark.parametrize("in_turn", [None, 1])
@@ -246,7 +248,8 @@ def test_why_a_run_gains_less(tmp_path, changes, expected):
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
-    assert "only one rank" in advice_of(report_of(tmp_path, make_steps(ranks=1)))
+    for run in (report_of(tmp_path, make_steps(ranks=1)), unbalanced(tmp_path, make_steps(ranks=1, balances=False))):
+        assert "only one rank" in advice_of(run)
     observed = report_of(tmp_path, config=config_of(shuffler={"mode": "observe"}), **SAME | {"imbalance_before": 0.01})
     assert advice_of(observed).startswith("Nothing to gain: the ranks have even loads ")
     for imbalance, said in ((0.001, "leave it off"), (math.nan, "The log has no loads of the ranks: ")):
