@@ -65,6 +65,7 @@ def test_runs_beside_each_other(runs, told, asked):
     assert "runs/c and runs/a differ in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7" in printed
     content = asked("report", "runs/a", "runs/b", "runs/c")
     beside = content["beside_the_first"]
+    assert not any("turn on" in line for line in content["advice"])  # it is on in runs/b
     assert [run["evaluation"] for run in content["runs"]] == [None, {"step": 60, "auc": 0.75, "none": None}, None]
     assert [each["run"] for each in beside] == ["runs/b", "runs/c"] and beside[0]["loss"]["largest"] == 0
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed

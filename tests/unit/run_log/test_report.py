@@ -286,6 +286,8 @@ def test_runs_beside_each_other(tmp_path):
         *(True, False, False)
     ]
     json.dumps(against.to_dict())
+    dear = report_of(tmp_path / "c", **SLOW_EXCHANGE)  # by its own steps, which are not those of the unbalanced run
+    assert ["costs more" in advice_of(dear, each) for each in (None, against)] == [True, False]
 
 
 def test_runs_that_do_not_compare_say_why(tmp_path):

@@ -20,7 +20,7 @@ from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import RowsInTurn
 from commons.trainer.demo import DemoOptions, choose_ranks, prepare_data
-from commons.trainer.optimize.optimizers import OptimizerArgs
+from commons.trainer.optimize.optimizers import OptimizerArgs, build_optimizer
 from commons.trainer.recipe import Recipe
 from tests.helpers.datasets.movielens import write_zip
 
@@ -115,3 +115,10 @@ def test_the_demo_replaces_no_data_of_ones_own(tmp_path):
     with pytest.raises(FileExistsError, match="contains data that were not generated; .*: choose another --run-dir"):
         prepare_data(options)
     assert {path: path.stat().st_mtime_ns for path in options.data_dir.rglob("*")} == before
+
+
+def test_the_optimizer_is_that_of_the_settings():
+    model, settings = torch.nn.Linear(1, 1), {"dense_lr": 0.5, "adam_betas": (0.8, 0.9), "adam_eps": 1e-6}
+    adam, sgd = (build_optimizer(model, OptimizerArgs(kind, **settings)) for kind in ("adam", "sgd"))
+    assert isinstance(adam, torch.optim.Adam) and isinstance(sgd, torch.optim.SGD)
+    assert {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-6}.items() <= adam.defaults.items() and sgd.defaults["lr"] == 0.5
