@@ -320,7 +320,7 @@ def _checkpointer(shuffler=None, loss_scaler=None, **saving):
 @on_two_ranks
 def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
     checkpoints, model = _checkpointer(ckpt_save_dir=str(tmp_path), ckpt_keep=1)
-    head_of(model).register_buffer("mask", torch.tensor([-math.inf, 0.0]))  # no weight
+    head_of(model).register_buffer("mask", torch.tensor([-math.inf, 0.0]))  # a buffer, not a weight
     checkpoints.save(TrainProgress(1))
     if dist.get_rank() == 1:
         shards = [
@@ -376,7 +376,7 @@ def test_two_runs_do_not_mix_their_checkpoints(tmp_path):
 def test_a_state_loaded_from_another_folder_has_yet_to_be_saved(tmp_path):
     saving = {"ckpt_save_interval": 2, "ckpt_load_dir": str(tmp_path / "first")}
     _checkpointer(**saving, ckpt_save_dir=str(tmp_path / "first"))[0].save(TrainProgress(2))
-    scaler = torch.amp.GradScaler("cpu")  # the run that saved had none: its dtype was another
+    scaler = torch.amp.GradScaler("cpu")  # the run that saved had another dtype, and no scaler
     for name, is_saved in (("first", True), ("second", False)):
         checkpoints, _ = _checkpointer(loss_scaler=scaler, **saving, ckpt_save_dir=str(tmp_path / name))
         checkpoints.resume()

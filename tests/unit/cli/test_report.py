@@ -112,7 +112,7 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
     fast = [step | {"step_ms": 0.8 * step["step_ms"]} for step in make_steps()]
     write_run(runs / "c", lines_of(fast, SIZES))
     write_run(runs / "d", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
-    # The faster one of two without balancing is the base.
+    # Of two unbalanced runs, the faster one is the base.
     slow = [step | {"step_ms": 2 * step["step_ms"]} for step in make_steps(balances=False)]
     write_unlooked(runs / "0", slow, SIZES)
     names = [f"runs/{name}" for name in "0abcd"]
@@ -125,7 +125,7 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
         f"runs/c trains {best:.2f}× the rows per second of runs/a, runs/b {other:.2f}×, runs/0 0.50×; "
         "runs/d cannot be compared with it."
     )
-    # Without such a run, the slowest one is.
+    # Of balanced runs, the slowest one is the base.
     of_balanced = f"runs/c trains {best / other:.2f}× the rows per second of runs/b."
     assert {asked("report", *order)["advice"][-1] for order in itertools.permutations(names[2:4])} == {of_balanced}
     for order in (names[1:] + names[:1], names[::-1]):

@@ -94,8 +94,8 @@ def test_a_run_that_observes(tmp_path):
     )
     assert advice_of(report) == f"Balancing would make {would}exchange: leave --trainer.shuffler.mode observe out."
     (against,) = compare_runs([unbalanced(tmp_path / "base"), report])
-    assert against.differences == () and against.work is None  # a gain that was not made
-    assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # as far as its numbers show
+    assert against.differences == () and against.work is None  # a gain that is only predicted
+    assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # without config.json, by its numbers
 
 
 BY_WORK = config_of(balance_sampler=True, enable_balanced_shuffler=False)
@@ -185,7 +185,7 @@ def test_the_prediction_of_a_calibration(tmp_path):
 def test_slow_ranks_are_named_by_the_others(tmp_path):
     speeds = [100.0, 110.0, 60.0, None, 79.0, 105.0, 100.0]
     steps = make_steps(ranks=7, speeds=speeds)
-    del steps[6]["rank_speeds"]  # in the first line none is known
+    del steps[6]["rank_speeds"]  # the first line has no speeds
     report = report_of(tmp_path, steps)
     assert [each.rank for each in report.slow_ranks] == [2, 4]
     assert report.slow_ranks[0].speed == pytest.approx(0.6)
@@ -286,7 +286,8 @@ def test_runs_beside_each_other(tmp_path):
         *(True, False, False)
     ]
     json.dumps(against.to_dict())
-    dear = report_of(tmp_path / "c", **SLOW_EXCHANGE)  # by its own steps, which are not those of the unbalanced run
+    # A measured speed-up counts more than the costs within its steps.
+    dear = report_of(tmp_path / "c", **SLOW_EXCHANGE)
     assert ["costs more" in advice_of(dear, each) for each in (None, against)] == [True, False]
 
 
