@@ -111,7 +111,6 @@ class StepProfiler:
         if begin is not None and added:
             events = "".join(f"{json.dumps(each)},\n" for each in added)
             write_whole(self._path, f"{text[: begin.end()]}{events}{text[begin.end() :]}")
-        self._counters = []
 
 
 def _events(counters: Sequence[_Counters], spans: Sequence[RecordedSpan], zero: int) -> list[dict[str, Any]]:

@@ -189,6 +189,8 @@ def test_slow_ranks_are_named_by_the_others(tmp_path):
     report = report_of(tmp_path, steps)
     assert [each.rank for each in report.slow_ranks] == [2, 4]
     assert report.slow_ranks[0].speed == pytest.approx(0.6)
+    (note,) = answer_of([report]).content["notes"]
+    assert "median of the others: rank 2 at 0.60, rank 4 at 0.79; the data are not the reason" in note
     assert report_of(tmp_path, make_steps(count=19, ranks=7, speeds=speeds), [5]).slow_ranks == ()
     assert report_of(tmp_path, make_steps(ranks=2, speeds=[1.0, None])).slow_ranks == ()
 
@@ -218,6 +220,8 @@ def test_a_run_whose_ranks_have_changed(tmp_path):
     report = report_of(tmp_path, steps, [10] * 18)
     assert report.log.num_ranks == (2, 4, 2) and report.ranks == 2 and report.steps == 180
     assert [(each.rank, each.speed) for each in report.slow_ranks] == [(1, pytest.approx(1 / 3))]
+    changed, slow = answer_of([report]).content["notes"]
+    assert "the number of ranks has changed: 2, 4, 2; " in changed and "rank 1 at 0.33; the data are" in slow
 
 
 SAME = {"largest_load_after": 5e8, "largest_load_before": 5e8}
