@@ -74,10 +74,12 @@ def test_numbers_are_of_the_steps_of_their_line_and_of_the_run(monkeypatch):
 def test_the_measured_saving_is_that_of_the_largest_loads(monkeypatch):
     meter = StepMeter(Parts(TrainerArgs(1, 1), None, None, (), None))
     meter._saving = mock.Mock(**{"ms_per_load.return_value": 0.5})
-    meter._stats = [make_stats(largest_load_before=30, largest_load_after=10, measured_saving_ms=None)]
-    for rank, saved in ((0, 10.0), (1, None)):  # rank 0 writes the log
+    moved = {"loads_before": (30, 0), "loads_after": (10, 20)}
+    meter._stats = [make_stats(largest_load_before=30, largest_load_after=20, measured_saving_ms=None, **moved)]
+    for rank, saved in ((0, 5.0), (1, None)):  # rank 0 writes the log
         monkeypatch.setattr(meters.dist, "get_rank", lambda rank=rank: rank)
         assert meter._shuffle([1.0]).get("measured_saving_ms") == saved
+        meter._saving.add.assert_called_with(20, 1.0)  # the largest load as trained
 
 
 class Event:
