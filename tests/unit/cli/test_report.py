@@ -48,6 +48,7 @@ def test_one_run(runs, told, asked):
         "possible": f"{gain['possible']:.2f}×",
         "speed-up of a step, measured": f"{gain['step']:.2f}×",
         "tokens moved": f"{gain['token_fraction_moved']:.1%}",
+        "imbalance of keys": f"{gain['lookups_before']:.1%} → {gain['lookups_after']:.1%}",
         "kB sent by rank 0 in a step": "2.0",
         "work at the bound": f"{time['work']:,.1f} ({time['work'] / time['total']:.0%})",
         "all of it": f"{time['total']:,.1f}",

@@ -95,7 +95,8 @@ def test_a_run_that_observes(tmp_path):
     assert advice_of(report) == f"Balancing would make {would}exchange: leave --trainer.shuffler.mode observe out."
     (against,) = compare_runs([unbalanced(tmp_path / "base"), report])
     assert against.differences == () and against.work is None  # a gain that is only predicted
-    assert "tokens moved" not in rows_of([report])
+    shown = rows_of([report])
+    assert "tokens moved" not in shown and "→" not in shown["imbalance of keys"][0]
     assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # without config.json, by its numbers
 
 
