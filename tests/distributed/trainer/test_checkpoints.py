@@ -323,13 +323,8 @@ def test_spoilt_weights_replace_no_checkpoint(tmp_path, value):
     head_of(model).register_buffer("mask", torch.tensor([-math.inf, 0.0]))  # a buffer, not a weight
     checkpoints.save(TrainProgress(1))
     if dist.get_rank() == 1:
-        shards = [
-            shard
-            for table in model.state_dict().values()
-            if hasattr(table, "local_shards")
-            for shard in table.local_shards()
-        ]
-        shards[0].tensor.data[0, 0] = value
+        tables = (table for table in model.state_dict().values() if hasattr(table, "local_shards"))
+        next(shard for table in tables for shard in table.local_shards()).tensor.data[0, 0] = value
     said = error_of(checkpoints.save, TrainProgress(2))
     assert said.startswith("ArithmeticError: embedding.embeddings.t_")
     assert "of rank 1 is not finite after step 2; " in said and len(set(of_all([said]))) == 1

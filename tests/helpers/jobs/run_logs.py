@@ -8,6 +8,8 @@ import numpy as np
 
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
+from commons.run_log.reading import RunLog
+from commons.run_log.report import RunReport
 
 MS_PER_LOAD, FIXED_MS, EXCHANGE_MS, WAIT_MS = 2e-6, 30.0, 4.0, 0.5
 LISTS = ("loads_before", "loads_after", "lookups_before", "lookups_after", "rank_speeds", "speeds", "own_ms")
@@ -97,3 +99,13 @@ def write_unlooked(folder, steps, sizes, *more, config=None):
     known = ("schema", "step", "loss", "tokens_per_s", "rows_per_s", "tflops_per_rank", "step_ms", "imbalance_before")
     lines = [{name: line[name] for name in (*known, "ranks", "steps", "total_ms")} for line in lines_of(steps, sizes)]
     return write_run(folder, [*lines, *more], config or config_of(enable_balanced_shuffler=False))
+
+
+BALANCED, AS_LOADED = make_steps(), make_steps(balances=False)
+SIZES, BY_STEP = [7, 3, 10, 1, 9, 12, 8], [1] * 60  # steps of each line
+
+
+def report_of(folder, steps=BALANCED, sizes=SIZES, config=None, **changes):
+    """The report of a run of these steps; `changes` are numbers of all lines."""
+    lines = [line | changes for line in lines_of(steps, sizes)]
+    return RunReport(RunLog(write_run(folder, lines, config_of() if config is None else config)))
