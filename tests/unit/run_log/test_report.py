@@ -90,7 +90,9 @@ def test_a_run_that_observes(tmp_path):
     (against,) = compare_runs([unbalanced(tmp_path / "base"), report])
     assert against.differences == () and against.work is None  # a gain that is only predicted
     shown = rows_of([report])
-    assert "tokens moved" not in shown and "→" not in shown["imbalance of keys"][0]
+    assert (
+        shown["balanced"] == ("observed",) and "tokens moved" not in shown and "→" not in shown["imbalance of keys"][0]
+    )
     assert report_of(tmp_path, AS_LOADED, config={}).balancing == "observed"  # without config.json, by its numbers
 
 
@@ -151,7 +153,7 @@ def test_a_run_without_a_shuffler(tmp_path):
     gain = report.gain
     assert report.balancing == "off" and gain.work is gain.worst_after is None and report.background is None
     assert report.gain.imbalance_before == pytest.approx(np.mean([step["imbalance_before"] for step in AS_LOADED]))
-    assert list(report.step_time.parts()) == ["the rest"]
+    assert list(report.step_time.parts()) == ["the rest"] and rows_of([report])["balanced"] == ("no",)
     assert "turn on --trainer.enable-balanced-shuffler" in advice_of(report)
 
 
