@@ -254,7 +254,9 @@ def test_a_run_dir_that_cannot_be_is_named(tmp_path):
 
 def test_a_run_resumed_after_its_trace_does_not_miss_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(profiling.dist, "get_rank", lambda: 0)
-    assert StepProfiler(TrainerArgs(1, 1), torch.device("cpu"))._profile is None
+    unprofiled = StepProfiler(TrainerArgs(1, 1), torch.device("cpu"))
+    unprofiled.close()
+    assert unprofiled._profile is None and not caplog.text
     args = TrainerArgs(1, 1, run_dir=str(tmp_path), profile=True, profile_step_start=4, profile_step_end=8)
     for has_trace in (False, True):
         if has_trace:
