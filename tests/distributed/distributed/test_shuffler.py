@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed.channel import agree
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.partitioner import METHODS
@@ -118,6 +119,22 @@ def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(mode, most):
         handle = shuffler.start_shuffle(batch)
         result = shuffler.finish_shuffle(batch, handle)
     assert walks.call_count == most and (result is not batch) == (mode == "balance")
+
+
+@pytest.mark.parametrize("longest, exchanges", [(60, 3), (0, 0)])
+@on_ranks
+def test_a_shuffle_is_two_gathers_of_numbers_and_one_exchange_if_rows_move(longest, exchanges):
+    batch = my_batch(5, [16] * 4, max_length=longest if dist.get_rank() == 0 else longest // 60)
+    gather, exchange = (mock.Mock(side_effect=each) for each in (agree.all_gather_single, dist.all_to_all_single))
+    with closing(SquareShuffler(ShufflerOptions(transport="all_to_all"))) as shuffler:
+        shuffler.shuffle(batch)  # the first also agrees on the schema, and makes groups
+        with (
+            mock.patch.object(agree, "all_gather_single", gather),
+            mock.patch.object(dist, "all_to_all_single", exchange),
+        ):
+            for _ in range(3):
+                shuffler.shuffle(batch)
+    assert (gather.call_count, exchange.call_count) == (6, exchanges)
 
 
 @on_two_ranks
