@@ -351,6 +351,20 @@ def test_a_compiled_pipeline_reads_its_batches_itself(recorder):
     assert [each.tolist() for each in recorder.lengths] == expected and recorder.unknown == 0
 
 
+def test_steps_whose_batches_have_no_lengths_are_counted(recorder):
+    class Dense(torch.nn.Linear):
+        def forward(self, batch):
+            loss = super().forward(batch).sum()
+            return loss, loss
+
+    model = Dense(1, 1)
+    pipeline = train_pipelines.TrainPipelineBase(model, torch.optim.SGD(model.parameters(), 0.1), torch.device("cpu"))
+    batches = iter(torch.ones(4, 2, 1))
+    for _ in range(4):
+        pipeline.progress(batches)
+    assert (recorder.unknown, recorder.lengths, recorder.has_begun) == (4, [], True)
+
+
 @pytest.mark.parametrize("name", ["TrainPipelineBase", "TrainPipelineSparseDist"])
 def test_batches_that_a_reset_drops_are_in_no_later_step(name, recorder):
     """The script ends its first epoch early; what the pipeline has read ahead is dropped."""
