@@ -184,14 +184,15 @@ class ControlChannel(NamedCollectives):
         own = np.zeros(max(last, 2 + room), dtype=np.int64)
         own[0], own[1], own[2:last] = state, digest, numbers
         table = self.gather(own, step, call, on_main=on_main)
-        states = table[:, 0]
-        # Different options are reported first: they are often the reason for a rank's error.
-        if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
-            calls = self.gather_text(text, step, on_main=on_main)
-            raise_first_difference([json.loads(each) for each in calls], self.names)
-        if states.any():
-            gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
-            raise_on_all(error, self.names, gather)
+        if state or (table[:, :2] != own[:2]).any():
+            states = table[:, 0]
+            # Different options are reported first: they are often the reason for a rank's error.
+            if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
+                calls = self.gather_text(text, step, on_main=on_main)
+                raise_first_difference([json.loads(each) for each in calls], self.names)
+            if states.any():
+                gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
+                raise_on_all(error, self.names, gather)
         return table[:, 2:last]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather", *, on_main: bool = False) -> np.ndarray:
