@@ -55,7 +55,7 @@ def _text_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without torch's and gloo's source positions and C++ frames."""
-    text = re.sub(r"^\[[^\]\s]+:\d+\]\s*", "", _text_of(error).strip())
+    text = re.sub(r"^(Gloo .* with )?\[[^\]\s]+:\d+\]\s*", r"\1", _text_of(error).strip())
     # gloo's advice is dropped: messages here end in their own.
     return re.split(r"\n|\. This is typically", text)[0] or type(error).__name__
 

@@ -53,7 +53,7 @@ def run_main(main: Callable[[], None]) -> None:
     returns                        0
     raises a user's mistake¹       2       `error: ...`, one line
     raises another exception       1       one line; the traceback is in the log file, named there, if
-                                           `log_to_file` was called, else below
+                                           `log_to_file` was called, else below (none of a broken group)
     is interrupted (Ctrl-C)        130     nothing; continues if started with SIGINT ignored
     =============================  ======  =========================================================
 
@@ -151,8 +151,9 @@ def _report(error: Exception) -> int:
     line = " ".join(message.split()) or type(error).__name__
     travelled = re.match(r"rank \d+: ", line) is not None  # an error from another rank has its rank and type already
     # torch's message about a broken group has a path of its sources, advice and up to forty lines of C++.
-    in_gloo = type(error) is RuntimeError and re.match(r"\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error)) is not None
-    if in_gloo or isinstance(error, dist.DistError):
+    in_gloo = type(error) is RuntimeError and re.match(r"(Gloo .* with )?\[[^\]\s]*gloo[^\]\s]*:\d+\]", str(error))
+    is_broken = bool(in_gloo) or isinstance(error, dist.DistError)
+    if is_broken:
         line = f"a collective of the training failed ({first_line(error)}); a rank exited or stalled: see its log"
     elif not is_user_error and not travelled:
         line = f"{type(error).__name__}: {line}"
@@ -162,7 +163,7 @@ def _report(error: Exception) -> int:
     if not is_user_error and log_file is not None:
         line += f" (traceback in {log_file})"
     sys.stderr.write(f"error: {line}\n")
-    if not is_user_error and log_file is None:
+    if log_file is None and not (is_user_error or is_broken):
         traceback.print_exception(error)
     _tell_torchrun(line)
     started_alone = dist.is_initialized() and not dist.is_torchelastic_launched()

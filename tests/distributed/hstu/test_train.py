@@ -23,8 +23,14 @@ import torch, torch.distributed as dist
 from commons.trainer.ranks.errors import log_to_file, run_main
 from commons.trainer.ranks.launch import initialize_ranks
 def main():
+    if sys.argv[1] == "cannot connect" and os.environ["RANK"] == "0":
+        raise RuntimeError("Gloo connectFullMesh failed with [/third_party/gloo/pair.cc:553] closed by peer")
     initialize_ranks(device_type="cpu")
     log_to_file(sys.argv[2])
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("connected", "1")
+    store.wait(["connected"])
     if sys.argv[1] == "fails" and dist.get_rank() == 1:
         raise RuntimeError("out of order")
     if sys.argv[1] == "leaves" and dist.get_rank() == 1:
@@ -73,6 +79,13 @@ def test_the_quiet_torchrun_ends_with_that_line(tmp_path):
         ("fails", 1, "rank1.log", "rank 1: RuntimeError: out of order (traceback in ", "rank1.log)"),
         ("leaves", 1, "rank0.log", "rank 0: a collective of the training failed (", "rank0.log)"),
         ("killed", 128 + signal.SIGKILL, None, "rank 1 was ended by SIGKILL", ""),
+        (
+            "cannot connect",
+            1,
+            None,
+            "a collective of the training failed (Gloo connectFullMesh failed with closed by",
+            "log",
+        ),
     ],
 )
 def test_the_failing_rank_is_the_one_that_speaks(tmp_path, kind, status, log, begins, ends):

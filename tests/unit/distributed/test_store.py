@@ -108,6 +108,10 @@ def test_under_torchrun_its_agent_hosts_the_store_unless_the_program_made_one(st
     "text, first",
     [
         ("[/a/pair.cc:553] Connection closed by peer [::1]:7. This is typically", "Connection closed by peer [::1]:7"),
+        (
+            "Gloo connectFullMesh failed with [/a/pair.cc:9] Closed by peer",
+            "Gloo connectFullMesh failed with Closed by peer",
+        ),
         ("Broken pipe\nframe #0: c10::Error", "Broken pipe"),
         ("", "RuntimeError"),
     ],
