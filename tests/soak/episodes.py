@@ -37,7 +37,7 @@ from tests.soak.accounts import Steps, most_steps, require_equal
 from tests.soak.streams import KINDS, Stream
 
 CPU = torch.device("cpu")
-# TorchRec frees what a digest would read, or an older one lacks an option.
+# Without those in which TorchRec frees what a digest would read, and those that the installed TorchRec lacks.
 SHARDED = [name for name, made_of in PIPELINES.items() if "free early" not in name and lacking(*made_of) is None]
 UNSHARDED = ["base", "base in place"]
 AFTER_LEG = ("switch", "reset", "resume", "evaluate", "end")

@@ -163,7 +163,7 @@ class BudgetBatchSampler(PlannedSampler):
         costs, ends = self._costs[:, order], self._ends(order)
         limits = (self._budget, self._most_tokens)
         # A row above the budget uses the whole budget of one rank, and no more.
-        running = [_running_sums(np.minimum(each, limit)) for each, limit in zip(costs, limits)]
+        running = [np.append(0, np.cumsum(np.minimum(each, limit))) for each, limit in zip(costs, limits)]
 
         def deal(begin: int, end: int) -> np.ndarray:
             for sums, limit in zip(running, limits):
@@ -307,10 +307,3 @@ class BudgetBatchSampler(PlannedSampler):
         heaviest = np.zeros(num_parts, np.int64)
         np.maximum.at(heaviest, parts, workloads)
         return parts if int((np.bincount(parts) * heaviest).max()) <= self._budget else None
-
-
-def _running_sums(values: np.ndarray) -> np.ndarray:
-    """int64 `(n + 1,)`, the sums of the first 0 … n values."""
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=sums[1:])
-    return sums
