@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shlex
+import socket
 import sys
 from typing import Literal, get_args
 
@@ -33,8 +34,9 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         The device of this rank; in an existing group, the GPU to which the group is bound, else torch's current GPU.
 
     Raises:
-        ValueError: not started by torchrun; more ranks than GPUs; GPUs that this torch or fbgemm cannot use, unless the
-            device is "cpu"; or an existing group with another device, number of ranks or rank.
+        ValueError: not started by torchrun; more ranks than GPUs; GPUs that have failed, or that this torch or fbgemm
+            cannot use, unless the device is "cpu"; a GPU for this rank and none for rank 0, or the reverse; or an
+            existing group with another device, number of ranks or rank.
     """
     require_one_of("device_type", device_type, get_args(DeviceType))
     joins = dist.is_initialized()
@@ -62,11 +64,17 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
             raise ValueError(problem)
     if not joins and ranks is not None:
         ranks.set_environment()
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        _require_device_of_rank_0(device, device_type, rank, store)
+        if device.type == "cpu":
             torch.set_num_threads(1)
-            dist.init_process_group("gloo")
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=world_size,
+            device_id=None if device.type == "cpu" else device,
+        )
     return device
 
 
@@ -105,6 +113,26 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
     if device_type == "cpu" or not enough:
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank if ranks.gpu is None else ranks.gpu)
+
+
+def _require_device_of_rank_0(device: torch.device, device_type: DeviceType, rank: int, store: dist.Store) -> None:
+    """Refuse a GPU here and none there: ranks with NCCL and ranks with gloo would wait for each other.
+
+    With "auto", one machine whose GPU has failed would be enough. The store may outlast an attempt, so that it has one
+    value, which rank 0 replaces.
+    """
+    key = "evenrank/device of rank 0"
+    if rank == 0:
+        store.set(key, device.type)
+        return
+    of_rank_0 = store.get(key).decode()
+    if device.type != of_rank_0:
+        names = {"cpu": "the CPU", "cuda": "a GPU"}
+        raise ValueError(
+            f"device is {device_type!r}, rank {rank} (on {socket.gethostname()}) has {names[device.type]}, rank 0 has "
+            f"{names[of_rank_0]}; all ranks need the same: see nvidia-smi on the machine without a GPU for each of its "
+            "ranks, or choose 'cpu' for all"
+        )
 
 
 def _device_of_group(device_type: DeviceType) -> torch.device:

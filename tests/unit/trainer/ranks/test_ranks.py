@@ -2,6 +2,7 @@
 
 import functools
 import os
+import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -158,11 +159,21 @@ def gpu(monkeypatch):
 
 
 @pytest.fixture
-def start(monkeypatch):
+def address(monkeypatch):
+    """The address of a store that outlasts attempts, as that of torchrun's agent, and whose ranks make no group."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored after the test
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    yield f"localhost:{store.port}"  # the store serves as long as this frame is there
+
+
+@pytest.fixture
+def start(monkeypatch, address):
     """Start the only rank, which makes no process group."""
-    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
     monkeypatch.setattr(dist, "init_process_group", raising(AssertionError("a process group was made")))
-    return functools.partial(launch.initialize_ranks, ranks=RankInfo(0, 1, 0, 1, "localhost:1"))
+    return functools.partial(launch.initialize_ranks, ranks=RankInfo(0, 1, 0, 1, address))
 
 
 def test_a_driver_that_is_too_old(old_driver, monkeypatch):
@@ -180,11 +191,20 @@ def test_a_driver_that_is_too_old(old_driver, monkeypatch):
 
 
 def test_no_driver_is_no_problem(monkeypatch, old_driver):
-    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("Found no NVIDIA driver on your system.")))
-    assert driver_problem() is None
+    for said in "Found no NVIDIA driver on your system.", "No CUDA GPUs are available":
+        monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(said)))
+        assert driver_problem() is None
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "init", raising(AssertionError("not asked")))
     assert driver_problem() is None
+
+
+def test_a_gpu_that_has_failed(monkeypatch, old_driver):
+    """Its ranks would train on the CPU, or wait for those with GPUs."""
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("Unexpected error.\n Error 802: not initialized")))
+    problem = driver_problem()
+    assert problem.startswith("torch cannot use this machine's GPUs: Unexpected error. Error 802: not initialized; ")
+    assert problem.endswith("or choose device 'cpu'")
 
 
 @pytest.mark.parametrize(
@@ -236,12 +256,22 @@ def test_the_first_rank_that_fails_in_an_attempt_reports_it(monkeypatch):
     assert reports == [True, False, True, False]
 
 
-def test_a_rank_with_a_gpu_of_its_own_takes_that(monkeypatch, gpu):
-    monkeypatch.setattr(RankInfo, "set_environment", lambda ranks: None)
+def test_ranks_take_gpus_on_all_machines_or_on_none(monkeypatch, gpu, address):
     made = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: made.append((backend, device_id)))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    ranks = RankInfo(rank=3, world_size=4, local_rank=3, local_world_size=4, address="localhost:29500", gpu=0)
-    assert launch.initialize_ranks(ranks=ranks) == GPU and made == [("nccl", GPU)]
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
+    first = RankInfo(rank=0, world_size=2, local_rank=0, local_world_size=1, address=address, gpu=0)
+    second = replace(first, rank=1)
+    for ranks in first, second:
+        assert launch.initialize_ranks(ranks=ranks) == GPU
+        backend, options = made.pop()
+        assert (backend, options["device_id"], options["rank"], options["world_size"]) == ("nccl", GPU, ranks.rank, 2)
+    without = f"device is 'auto', rank 1 \\(on {socket.gethostname()}\\) has the CPU, rank 0 has a GPU; all ranks need "
+    with pytest.raises(ValueError, match=without):
+        launch.initialize_ranks(ranks=replace(second, gpu=1))
+    # In a next attempt rank 0 is on a machine that has lost its GPU, then one without; the store still has its former.
+    assert launch.initialize_ranks(ranks=replace(first, gpu=1)).type == "cpu" and made.pop()[1]["device_id"] is None
+    with pytest.raises(ValueError, match="rank 1 .* has a GPU, rank 0 has the CPU; "):
+        launch.initialize_ranks("cuda", ranks=second)
+    assert launch.initialize_ranks("cpu", ranks=second).type == "cpu" and made.pop()[0] == "gloo" and not made
     with pytest.raises(ValueError, match="device is 'cuda', this machine has 1 GPUs for 4 ranks; "):
-        launch.initialize_ranks(device_type="cuda", ranks=replace(ranks, gpu=None))
+        launch.initialize_ranks("cuda", ranks=RankInfo(3, 4, 3, 4, address))
