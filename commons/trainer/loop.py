@@ -151,6 +151,9 @@ class TrainingLoop:
         self._of_first_line = {"resumed": 1} if self._step else {}  # the report leaves this line out of times
         is_complete = False
         try:
+            # The run that saved the checkpoint ended before this evaluation.
+            if self._progress.evaluates and self._evaluated_at != self._step and not self._is_done():
+                self._evaluate()
             epochs = self._train(start)
             if self._update.flush():
                 # An evaluation after the last step had the weights before this update; the log keeps it, and the last
@@ -220,11 +223,14 @@ class TrainingLoop:
             rows = self._schedule.rows_after(self._step)
             in_window = start.row + behind_window + rows - first_rows - place.row if place.steps else 0
             window_of = self._data.window_of() if place.steps else {}
-            self._progress = TrainProgress(self._step, epoch, place.row, place.steps, in_window, window_of, rows)
+            evaluates = bool(trained) and self._evaluates_after(self._step)
+            self._progress = TrainProgress(
+                self._step, epoch, place.row, place.steps, in_window, window_of, rows, evaluates
+            )
             if trained and self._saves_after(self._step):
                 self._save()
             # After the last step, the evaluation follows the last update.
-            if trained and self._evaluates_after(self._step) and not self._has_trained_all(self._step):
+            if evaluates and not self._has_trained_all(self._step):
                 self._evaluate()
             # `trained` is equal on all ranks: they train together until the data of the last rank end.
             if not trained or not self._pauses_after(self._step):

@@ -66,6 +66,7 @@ class TrainProgress:
     # Settings that determined the window's plan, JSON-ready; `window_steps` is valid only with the same plan.
     window_of: Mapping[str, Any] = field(default_factory=dict)
     rows: int = 0  # rows trained since the run began
+    evaluates: bool = False  # an evaluation follows the checkpoint
 
 
 class Checkpointer:

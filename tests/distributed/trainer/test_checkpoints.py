@@ -203,12 +203,15 @@ def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path, whole
     assert resumed == whole[0]
 
 
-def test_sigterm_ends_an_evaluation(two_ranks, data, tmp_path):
-    changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100)
-    for rank in two_ranks.run(run, data, str(tmp_path / "run"), loaders={"killed_in_evaluation": True}, **changes):
-        assert rank[0] == 4
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_sigterm_ends_an_evaluation_which_the_next_run_makes_up(two_ranks, data, tmp_path, in_rows):
+    limits = {"schedule_in": "rows", "eval_interval": 32, "max_train_iters": 64} if in_rows else {"max_train_iters": 8}
+    changes = settings(tmp_path / "checkpoints", ckpt_save_interval=100) | limits
+    two_ranks.run(run, data, str(tmp_path / "run"), loaders={"killed_in_evaluation": True}, **changes)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4] and not evaluations(tmp_path / "run")
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000004"]
+    resumed = two_ranks.run(run, data, str(tmp_path / "run"), **changes, ckpt_load_dir=changes["ckpt_save_dir"])
+    assert resumed == two_ranks.run(run, data, str(tmp_path / "whole"), **limits)
+    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
 
 def _warnings(*args, **kwargs):
