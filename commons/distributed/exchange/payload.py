@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from commons.sequence_batch.fields import Path, path_name
+from commons.sequence_batch.fields import Path
 from commons.sequence_batch.open_batch import value_at
 from commons.sequence_batch.schema import BatchSchema
 
@@ -96,11 +96,7 @@ class PayloadLayout:
 
     @classmethod
     def of(cls, schema: BatchSchema) -> PayloadLayout:
-        """Lay out the parts of a schema.
-
-        Raises:
-            ValueError: an element size that is no multiple of a word nor 1 or 2 bytes.
-        """
+        """Lay out the parts of a schema."""
         parts: list[Part] = []
         first_key = 0
         for jagged in schema.jagged:
@@ -111,9 +107,6 @@ class PayloadLayout:
             first_key += num_keys
         for dense in schema.dense:
             parts.append(Part(dense.path, False, dense.dtype, -1, 1, dense.trailing))
-        for part in parts:
-            if part.dtype.itemsize % WORD_BYTES and part.dtype.itemsize not in _INTEGER_OF_SIZE:
-                raise ValueError(f"field {path_name(part.path)!r} has dtype {part.dtype}; it cannot travel: convert it")
         return cls(schema, tuple(sorted(parts, key=lambda part: -part.dtype.itemsize)))
 
     @cached_property
