@@ -107,12 +107,12 @@ def on_all_ranks(work: Callable[[], R], device: torch.device) -> R:
     `work` must not contain a collective, unless an error in it is raised on every rank.
 
     Raises:
-        ValueError: on all ranks, with the error of the first rank that failed.
+        ValueError: on all ranks, with the first rank that failed and its error.
     """
     result, error = capture_error(work)  # a damaged file may end in any error
-    problem = "" if error is None else str(error) or type(error).__name__
-    if first_problem := first_text(problem, device)[1]:
-        raise ValueError(first_problem)
+    rank, problem = first_text("" if error is None else str(error) or type(error).__name__, device)
+    if problem:
+        raise ValueError(f"rank {rank}: {problem}")
     return cast(R, result)
 
 

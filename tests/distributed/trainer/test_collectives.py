@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from commons.trainer.ranks.collectives import on_rank_0
+from commons.trainer.ranks.collectives import on_all_ranks, on_rank_0
+from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_ranks
 
 
@@ -21,3 +22,15 @@ def test_a_result_of_rank_0_is_sent_once():
     assert of_all([found]) == [result] * dist.get_world_size()
     assert max(call.args[0].nbytes for call in sent.call_args_list) <= len(json.dumps(result)) + 8
     assert on_rank_0(lambda: None, torch.device("cpu")) is None
+
+
+@on_ranks
+def test_an_error_names_the_first_rank_that_has_it():
+    """Not the one that reports it, whose disk may be fine."""
+
+    def work():
+        if dist.get_rank() > 0:
+            raise OSError(30, "Read-only file system")
+
+    said = error_of(on_all_ranks, work, torch.device("cpu"))
+    assert said == "ValueError: rank 1: [Errno 30] Read-only file system" and len(set(of_all([said]))) == 1
