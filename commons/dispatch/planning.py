@@ -165,4 +165,4 @@ def _as_id(item: Any) -> int:
 
 def _is_missing(item: Any) -> bool:
     """Whether an id is None, NaN or pandas' NA."""
-    return item is None or (isinstance(item, float) and item != item) or str(item) == "<NA>"
+    return item is None or (isinstance(item, (float, np.floating)) and item != item) or str(item) == "<NA>"

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nested import nested_tensor
 
 from commons.dispatch import redistribute, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
@@ -142,6 +143,8 @@ def test_what_requires_gradients_does_not_depend_on_whether_rows_move(moves):
     with torch.no_grad():
         unfollowed = redistribute_balanced(batch, [1] * 4)
         unfollowed_home = unfollowed.send_home(unfollowed.batch["x"])
+        jagged = nested_tensor([torch.ones(2)] * 4, layout=torch.jagged, requires_grad=True)
+        redistribute_balanced({"jagged": jagged}, [1] * 4)  # an error only where gradients are recorded
     assert (moved.num_moved > 0) == moves
     assert all(each.requires_grad for each in (*moved.batch.values(), home["score"]))
     detached = [results, share.batch["leaf"], *unfollowed.batch.values(), unfollowed_home]
