@@ -92,6 +92,11 @@ class NegativeSampling(Dataset[HSTUBatch]):
         return stated_by(self.dataset, "row_order")
 
     @property
+    def contents(self) -> dict[str, Any]:
+        """The data set's `contents`; empty if it has none."""
+        return stated_by(self.dataset, "contents")
+
+    @property
     def vocabulary_digests(self) -> dict[str, str]:
         """The data set's `vocabulary_digests`; empty if it has none."""
         return stated_by(self.dataset, "vocabulary_digests")

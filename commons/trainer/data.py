@@ -62,10 +62,10 @@ def train_and_eval_loaders(
 def require_equal_data(loader: DataLoader[Any], device: torch.device) -> None:
     """Raise ValueError on all ranks if their loaders read differently preprocessed data; called on all ranks together.
 
-    Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, and ids would
-    stand for other values.
+    Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, ids would
+    stand for other values, or some ranks would train older events than others.
     """
-    names = ("row_order", "vocabulary_digests")
+    names = ("row_order", "vocabulary_digests", "contents")
     stated = {name: stated_by(getattr(loader, "dataset", None), name) for name in names}
     first, *others = gather_values(stated, device)
     for rank, other in enumerate(others, 1):

@@ -49,6 +49,11 @@ class UserDataset(Dataset[_Batch_co]):
         """What determines which user is which row, JSON-ready; empty if unknown."""
         return {}
 
+    @property
+    def contents(self) -> dict[str, Any]:
+        """How much the rows contain, JSON-ready; empty if unknown."""
+        return {}
+
     def length_only_batches(self) -> Iterator[_Batch_co]:
         """All users of the split in order, as batches of lengths only: their values are 0 and take no memory.
 
@@ -168,6 +173,11 @@ class SequenceDataset(UserDataset[HSTUBatch]):
     def row_order(self) -> dict[str, Any]:
         """See UserDataset."""
         return self.metadata.row_order(self.schema.user_feature_name)
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """See UserDataset."""
+        return self.metadata.contents()
 
     def _item_counts(self) -> np.ndarray:
         return self._file.list_lengths(self.schema.item_feature_name, self._rows)

@@ -67,6 +67,10 @@ class SequenceFileMetadata:
             "split_seed": self.options.get("seed"),
         }
 
+    def contents(self) -> dict[str, Any]:
+        """How much the rows contain, JSON-ready: another export of the same users and items has another number."""
+        return {"num_users": self.num_users, "num_interactions": self.num_interactions}
+
     def save(self, folder: Path) -> None:
         """Write the manifest into a folder."""
         (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

@@ -79,6 +79,11 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         """See UserDataset."""
         return self._histories.row_order()
 
+    @property
+    def contents(self) -> dict[str, Any]:
+        """See UserDataset."""
+        return self._histories.contents()
+
     def _item_counts(self) -> np.ndarray:
         return self._lengths
 

@@ -6,6 +6,7 @@ Without `split`, every user is in both splits: "test" ends with the user's last 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +45,9 @@ class Histories(Protocol):
         """Digest of the raw items of all ids; "" if the ids are the raw items."""
 
     def row_order(self) -> dict[str, Any]:
+        """See UserDataset."""
+
+    def contents(self) -> dict[str, Any]:
         """See UserDataset."""
 
 
@@ -90,6 +94,10 @@ class PreprocessedHistories:
         """See Histories."""
         return self._file.metadata.row_order(self._user_feature_name)
 
+    def contents(self) -> dict[str, Any]:
+        """See Histories."""
+        return self._file.metadata.contents()
+
 
 class ParquetHistories:
     """Histories of a user's own parquet file, in memory; `column` has lists of item ids, oldest first.
@@ -135,6 +143,11 @@ class ParquetHistories:
     def row_order(self) -> dict[str, Any]:
         """See Histories."""
         return {}
+
+    def contents(self) -> dict[str, Any]:
+        """See Histories."""
+        checksum = zlib.crc32(np.ascontiguousarray(self._items).data, zlib.crc32(self._ends.data))
+        return {"num_users": len(self), "num_interactions": len(self._items), "checksum": checksum}
 
 
 def _read(path: Path, column: str) -> pa.Table:

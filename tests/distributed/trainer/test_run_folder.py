@@ -26,7 +26,7 @@ from commons.trainer.ranks import errors
 from commons.trainer.run import open_run_folder, run_training, train
 from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
-from tests.helpers.datasets.stored_users import copy_of_another_split
+from tests.helpers.datasets.stored_users import copy_of_another_day, copy_of_another_split
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.ranks.faults import error_of
@@ -217,6 +217,15 @@ def test_hosts_with_copies_of_other_data_are_an_error_on_every_rank(two_ranks, d
     first, second = two_ranks.run(error_of, train_with, str(tmp_path / "run"), flags)
     assert first == second and first.startswith("ValueError: the data of rank 0 have the row_order {'users': ")
     assert "'split_seed': 0}, those of rank 1 " in first and "'split_seed': 7}; ranks share the rows" in first
+
+
+def test_a_host_with_the_events_of_another_day_is_an_error_on_every_rank(two_ranks, data, tmp_path):
+    """Users, items and split are the same, so that only the number of events differs."""
+    paths = (data, str(copy_of_another_day(data, tmp_path / "other.parquet")))
+    flags = [["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", path] for path in paths]
+    first, second = two_ranks.run(error_of, train_with, str(tmp_path / "run"), flags)
+    assert first == second and first.startswith("ValueError: the data of rank 0 have the contents {'num_users': ")
+    assert ", those of rank 1 {'num_users': " in first and "'num_interactions': 7}; ranks share the rows" in first
 
 
 @dataclass

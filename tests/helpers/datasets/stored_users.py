@@ -21,9 +21,18 @@ def vocabularies_of(path: Path, name: str) -> dict[str, list[Any]]:
 
 def copy_of_another_split(path: str | Path, copy: Path) -> Path:
     """A copy of a data set whose manifest states another seed of the split."""
+    return _copy(path, copy, "options", {"seed": 7})
+
+
+def copy_of_another_day(path: str | Path, copy: Path) -> Path:
+    """A copy of a data set whose manifest states another number of events, of the same users and items."""
+    return _copy(path, copy, "num_interactions", 7)
+
+
+def _copy(path: str | Path, copy: Path, name: str, value: Any) -> Path:
     shutil.copytree(path, copy)
     manifest = json.loads((copy / MANIFEST).read_text())
-    manifest["options"]["seed"] = 7
+    manifest[name] = manifest[name] | value if isinstance(value, dict) else value
     (copy / MANIFEST).write_text(json.dumps(manifest))
     return copy
 

@@ -219,3 +219,13 @@ def test_reading_all_lengths_has_few_row_groups_in_memory(tmp_path):
         read = [items.tolist() for _, _, items in sid_histories.history_chunks(histories)]
     assert list(chain.from_iterable(read)) == list(range(256)) and len(read) > 60
     assert 0 < most < 16
+
+
+def test_histories_of_as_many_users_and_items_have_other_contents(tmp_path):
+    files = ([[2, 3], [5]], [[2, 3], [7]], [[2], [3, 5]], [[2, 3], [5]])
+    found = [
+        ParquetHistories(write(tmp_path / f"{i}.parquet", users), "item_id", "test") for i, users in enumerate(files)
+    ]
+    first, other_item, other_lengths, same = (each.contents() for each in found)
+    assert first == same and first not in (other_item, other_lengths)
+    assert {first["num_users"], other_item["num_users"]} == {2} and first["num_interactions"] == 3
