@@ -33,6 +33,7 @@ from commons.trainer.checkpoint.folder import (
     make_empty,
     read_state,
     require_none_after,
+    require_visible,
     unfinished_path,
     warn_of_damage,
 )
@@ -206,6 +207,7 @@ class Checkpointer:
             if found is None:
                 return None
             chosen, state = Path(found["path"]), found["state"]
+            on_all_ranks(functools.partial(require_visible, chosen), self._device)
             try:
                 misfit = self._load_from(chosen, state["digests"])
                 break

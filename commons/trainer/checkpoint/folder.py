@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
@@ -152,6 +153,15 @@ def read_state(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{path} is damaged ({missing[0]} is missing): load another checkpoint")
     return state
+
+
+def require_visible(path: Path) -> None:
+    """Raise FileNotFoundError unless this rank sees the checkpoint that rank 0 has chosen."""
+    if not (path / STATE_FILE).is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist on {socket.gethostname()}, and rank 0 has found it; all ranks load from one folder "
+            "on a shared disk: mount the disk there, at the same path"
+        )
 
 
 def latest_whole(folder: Path, damaged: list[Path]) -> Path:

@@ -1,8 +1,13 @@
-"""A checkpoint of another model is refused as such, also if the recipe defines no fingerprint of its model."""
+"""Checkpoints that are refused and not called damaged: of another model, and on a disk that a rank does not see."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
@@ -31,4 +36,29 @@ def test_checkpoints_of_another_model_are_not_called_damaged(tmp_path):
     ):
         error = error_of(checkpointer(model, tmp_path).resume)
         assert error.startswith("ValueError: ") and f"step_00000002 {message}" in error, error
+        assert len(set(of_all([error]))) == 1
+
+
+@contextlib.contextmanager
+def in_folder(folder):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@on_two_ranks
+def test_checkpoints_that_a_rank_does_not_see_are_not_called_damaged(tmp_path):
+    """The error was that all 2 checkpoints are damaged, and to start without one."""
+    saved = checkpointer(torch.nn.Linear(4, 2), tmp_path / "checkpoints")
+    for step in (1, 2):
+        saved.save(TrainProgress(step))
+    (tmp_path / "another").mkdir(exist_ok=True)
+    for path in ("checkpoints", "checkpoints/step_00000001"):
+        with in_folder(tmp_path / "another" if dist.get_rank() == 1 else tmp_path):
+            error = error_of(checkpointer(torch.nn.Linear(4, 2), path).resume)
+        assert error.startswith("ValueError: rank 1: checkpoints/step_0000000"), error
+        assert "and rank 0 has found it; all ranks load from one folder on a shared disk: mount" in error
         assert len(set(of_all([error]))) == 1
