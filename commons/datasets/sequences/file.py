@@ -11,6 +11,7 @@ folder. The manifest has all that building a model needs, so opening a data set 
 from __future__ import annotations
 
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class SequenceFile:
                 f"preprocess {dataset_name} --source … --output FOLDER` and give FOLDER"
             )
         self._columns = list(columns)
+        self._manifest_digest = self._digest_of_manifest()
         self._max_cached_bytes = max_cached_bytes
         self.metadata = load_metadata(self.path, dataset_name)
         present = self.metadata.columns
@@ -124,9 +126,12 @@ class SequenceFile:
         file, expected = self.metadata.shards[shard].file, self.metadata.shards[shard].row_groups[index]
         try:
             if shard not in self._open:
-                self._open[shard] = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
+                opened = pq.ParquetFile(self.path / file, memory_map=True, page_checksum_verification=True)
+                self._require_not_replaced()
+                self._open[shard] = opened
             table = self._open[shard].read_row_group(index, columns=columns, use_threads=False)
         except (pa.ArrowException, OSError) as error:
+            self._require_not_replaced()
             raise ValueError(
                 f"{self.path / file} is damaged ({reason_of(error)}); preprocess the data again"
             ) from error
@@ -136,6 +141,20 @@ class SequenceFile:
                 "must come from one run: preprocess the data again"
             )
         return table
+
+    def _require_not_replaced(self) -> None:
+        """Raise ValueError if the folder has another data set now: its rows would be read with this one's manifest."""
+        if self._digest_of_manifest() != self._manifest_digest:
+            raise ValueError(
+                f"{self.path} was replaced while it was read; ids of two data sets stand for other values: preprocess "
+                "to a folder that no run reads, and start this run again"
+            )
+
+    def _digest_of_manifest(self) -> int | None:
+        try:
+            return zlib.crc32((self.path / MANIFEST).read_bytes())
+        except OSError:
+            return None
 
     def _row_group(self, number: int) -> _RowGroup:
         if number in self._cache:

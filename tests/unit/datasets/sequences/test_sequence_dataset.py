@@ -19,7 +19,7 @@ from commons.datasets.sequences import metadata as sequence_metadata
 from commons.datasets.sequences import writer as sequence_writer
 from commons.datasets.sequences.dataset import SequenceDataset
 from commons.datasets.sequences.file import SequenceFile
-from tests.helpers.datasets.movielens import MOVIES, write_zip
+from tests.helpers.datasets.movielens import MOVIES, RATINGS, write_zip
 
 _MOVIE_IDS = [9, 50, 1193]  # as in MOVIES, sorted: a movie's id in batches is its place here
 
@@ -217,6 +217,28 @@ class TestBadFiles:
         pq.write_table(pq.read_table(shard).slice(1), shard)
         with pytest.raises(ValueError, match="has 2 rows in row group 0, _manifest.json has 3"):
             _dataset(path)[[0]]
+
+    def test_data_that_are_replaced_while_they_are_read(self, tmp_path):
+        """The new shards were read with the old manifest, so that ids stood for other values."""
+        archive = write_zip(tmp_path / "a.zip")
+        path = preprocess_movielens(archive, tmp_path, test_fraction=0)
+        before, opened, unopened = _dataset(path)[[0, 1, 2]], _dataset(path), _dataset(path)
+        assert opened[[0]].batch_size == 4
+        preprocess_movielens(archive, tmp_path, test_fraction=0)  # the same data again
+        assert _per_row(_dataset(path)[[0, 1, 2]]) == _per_row(unopened[[0, 1, 2]]) == _per_row(before)
+        unopened = _dataset(path)
+        renamed = {
+            "movies": MOVIES.replace("1193", "7"),
+            "ratings": RATINGS.replace("1193", "7"),
+        }  # sorted, it is first
+        preprocess_movielens(write_zip(archive, **renamed), tmp_path, test_fraction=0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="was replaced while it was read; .* to a folder that no run reads"):
+                unopened[[0, 1, 2]]
+        assert _per_row(opened[[0, 1, 2]]) == _per_row(before)  # its files are still open
+        shutil.rmtree(path)
+        with pytest.raises(ValueError, match="was replaced while it was read"):
+            unopened[[0]]
 
     def test_damaged_data(self, generated, tmp_path):
         path = Path(shutil.copytree(generated / "ml-1m.parquet", tmp_path / "ml-1m.parquet"))
