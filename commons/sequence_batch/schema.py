@@ -19,6 +19,7 @@ from commons.checks import require_names
 from commons.sequence_batch.branches import BranchField, Constant
 from commons.sequence_batch.fields import (
     Path,
+    batch_items,
     can_state_padding,
     declare_per_rank,
     path_name,
@@ -44,7 +45,7 @@ from commons.sequence_batch.plain_values import (
     register_type,
 )
 from commons.sequence_batch.row_fields import DenseField, RowField
-from commons.sequence_batch.row_leaves import KINDS
+from commons.sequence_batch.row_leaves import KINDS, describe_leaf, is_moved
 
 T = TypeVar("T", bound=type)
 
@@ -218,6 +219,22 @@ class BatchSchema:
         keyed = len(self.jagged)
         jagged = [tensor.shape[0] for tensor in tensors[:keyed]]
         return (*jagged, *(tensor.numel() for tensor in tensors[keyed:]))
+
+    def require_same_fields(self, batch: Any) -> None:
+        """Raise ValueError if a copy of a batch of this schema has row fields of another form, or further ones.
+
+        Further ones are not looked for below branches.
+        """
+        then = {each.path: each for each in self.rows}
+        new = ((name,) for name, value in batch_items(batch).items() if is_moved(value) and (name,) not in then)
+        now = {path: describe_leaf(path, value_at(batch, path)) for path in (*then, *new)}
+        if changed := differences(then, now):
+            path, before, after = changed[0]
+            raise ValueError(
+                f"field {path_name(path)!r} is {_summary(after)}, and was {_summary(before)} when the shuffle was "
+                "started; rows move in the form that they had then: change or add fields in the loader or in the "
+                "model, not in the batch's to()"
+            )
 
     def empty_batch(self, rows: int = 0) -> Any:
         """A host batch of this schema with `rows` padding rows, made without its constructor.

@@ -17,7 +17,7 @@ from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import path_name, require_dataclass
+from commons.sequence_batch.fields import Path, batch_items, path_name, require_dataclass
 from commons.sequence_batch.jagged_fields import require_sum
 from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.plain_values import register_type
@@ -183,6 +183,25 @@ class RowCosts:
         return torch.from_numpy(as_int64_workloads(_one_per_row(on_host, rows)[:real]))
 
     def _describe(self, batch: Any) -> LocalRows:
+        local, schema, leaves = self._fields_of(batch)
+        if self._mode != "off":
+            before = batch_items(batch)
+            costs = self._costs(batch, schema)
+            after = batch_items(batch)
+            if before.keys() != after.keys() or any(before[name] is not value for name, value in after.items()):
+                local, schema, leaves = self._fields_of(batch)  # the user's method has kept a value in the batch
+            lengths = [leaves[field.path].lengths().view(len(field.keys), local.rows) for field in schema.jagged]
+            kept = [leaves[field.path] for field in schema.host_fields]
+            (workloads, groups, *rest), local.copied = _on_host([*costs, *lengths, *kept])
+            local.workloads, local.groups = _as_array(workloads), _as_array(groups)
+            # Arrays, even while their values are still being copied: each torch call on the worker would release the
+            # GIL and wait to get it back.
+            arrays = [values.numpy() for values in rest]
+            local.lengths, local.host_values = arrays[: len(lengths)], arrays[len(lengths) :]
+        return local
+
+    def _fields_of(self, batch: Any) -> tuple[LocalRows, BatchSchema, dict[Path, Any]]:
+        """The description of a batch without costs, its schema and its leaves."""
         tree = open_batch(batch)
         leaves = tree.leaves
         rows, real = row_counts(batch, tree)
@@ -191,16 +210,7 @@ class RowCosts:
             require_no_grad(leaves)
         schema = BatchSchema.of(batch, tree, self._known)
         local = LocalRows(schema, rows, real, schema.sizes(schema.row_tensors(batch, leaves)))
-        if self._mode != "off":
-            lengths = [leaves[field.path].lengths().view(len(field.keys), rows) for field in schema.jagged]
-            kept = [leaves[field.path] for field in schema.host_fields]
-            (workloads, groups, *rest), local.copied = _on_host([*self._costs(batch, schema), *lengths, *kept])
-            local.workloads, local.groups = _as_array(workloads), _as_array(groups)
-            # Arrays, even while their values are still being copied: each torch call on the worker would release the
-            # GIL and wait to get it back.
-            arrays = [values.numpy() for values in rest]
-            local.lengths, local.host_values = arrays[: len(lengths)], arrays[len(lengths) :]
-        return local
+        return local, schema, leaves
 
     def _costs(self, batch: Any, schema: BatchSchema) -> tuple[Any, Any]:
         """The workloads and the groups of a batch; None for no groups."""

@@ -134,6 +134,32 @@ def test_verify_notices_damage_on_any_rank(damage, message):
         assert message in error_of(shuffler.shuffle, batch)
 
 
+class CachingShuffler(SquareShuffler):
+    """Keeps its costs in the batch, as a property that caches does; a field of the class or an attribute."""
+
+    def get_workloads(self, batch):
+        batch.kept = batch.costs = super().get_workloads(batch)
+        return batch.costs
+
+
+@dataclasses.dataclass
+class CachingBatch(BaseBatch):
+    kept: torch.Tensor | None = None
+
+
+@on_two_ranks
+def test_what_get_workloads_keeps_in_a_batch_moves_with_the_rows():
+    own = [my_batch(seed, [6, 6], max_length=60 if dist.get_rank() == 0 else 1) for seed in range(4)]
+    batches = [CachingBatch(batch.features, labels=batch.sample_id) for batch in own]
+    with closing(CachingShuffler()) as shuffler:
+        results = [shuffler.shuffle(batch) for batch in batches[:2]]
+        assert shuffler.last_stats.moved
+        results += windowed_iter(iter(batches[2:]), shuffler, 2)
+        for result in results:
+            expected = SquareShuffler.get_workloads(shuffler, result)
+            assert torch.equal(result.costs, expected) and torch.equal(result.kept, expected)
+
+
 @dataclasses.dataclass
 class Views(BaseBatch):
     """Fields whose memory is not what they say: conjugates with a gap between them, and negatives."""

@@ -3,6 +3,7 @@
 That rows arrive whole: tests/distributed/distributed/test_shuffler.py.
 """
 
+import re
 from unittest import mock
 
 import numpy as np
@@ -171,3 +172,22 @@ def test_a_batch_that_has_changed_since_the_start_is_refused():
     first, _ = exchanges_for(plan_for(batches, [0] * 5 + [1] + [1] * 6), batches)
     with pytest.raises(ValueError, match="must not change until its shuffle is finished"):
         first.pack([random_batch(3, 7)])
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("image", lambda batch: batch.image.half(), "is tensor float16 [2, 3], and was tensor bfloat16 [2, 3]"),
+        ("flag", lambda batch: batch.flag[:, None], "is tensor bool [1], and was tensor bool []"),
+        ("even", lambda batch: batch.sample_id % 2 == 0, "is tensor bool [], and was absent"),
+    ],
+)
+def test_a_copy_of_other_fields_than_at_the_start_is_refused(name, change, said):
+    """As a batch's own `to` may return; the sizes are those that were planned."""
+    batches = [random_batch(1, 6), random_batch(2, 6, first_id=6)]
+    first, _ = exchanges_for(plan_for(batches, [0] * 5 + [1] + [1] * 6), batches)
+    copied = batches[0].to(torch.device("cpu"))
+    setattr(copied, name, change(copied))
+    said = f"field {name!r} {said} when the shuffle was started; rows move in the form that they had then: change or"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        first.pack([copied])
