@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from commons.checks import as_count, require_names
-from commons.sequence_batch.fields import IDENTITY, Path, path_name
+from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
 from commons.sequence_batch.row_leaves import describe_leaf, pinned
@@ -26,15 +26,21 @@ from commons.sequence_batch.rows import select_rows
 B = TypeVar("B", bound="BaseBatch")
 
 
-class _GlobalBatchSlot:
-    """A slot for the GlobalBatch, see `commons.distributed.global_batch`; neither a field nor in `vars`."""
+class _Slots:
+    """Attributes that are neither fields nor in `vars`, of which a user's own `to` may make the copy.
 
-    __slots__ = ("_global_batch",)
+    Attributes:
+        _global_batch: the GlobalBatch, see `commons.distributed.global_batch`.
+        _identity: the same for copies of the whole batch: it identifies them among batches with equal fields.
+    """
+
+    __slots__ = ("_global_batch", "_identity")
     _global_batch: Any
+    _identity: int
 
 
 @dataclass
-class BaseBatch(Pipelineable, _GlobalBatchSlot):
+class BaseBatch(Pipelineable, _Slots):
     """A batch of sequences with labels; only `features` are required, and `labels` for training.
 
     Subclasses are dataclasses that add fields. Every tensor and KeyedJaggedTensor field must have `batch_size` rows;
@@ -256,8 +262,9 @@ class BaseBatch(Pipelineable, _GlobalBatchSlot):
 
     def _map(self: B, transform: Callable[[Path, Any], Any]) -> B:
         result = replace_rows(self, {path: transform(path, value) for path, value in row_fields(self)})
-        if IDENTITY in self.__dict__:
-            result.__dict__[IDENTITY] = self.__dict__[IDENTITY]
+        identity = getattr(self, "_identity", None)
+        if identity is not None:
+            result._identity = identity
         known = getattr(self, "_global_batch", None)
         if known is not None:
             result._global_batch = known.of_copy(self, result)

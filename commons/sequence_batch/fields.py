@@ -25,9 +25,6 @@ _PER_RANK: dict[type, frozenset[str]] = {}
 
 _NO_VALUE = object()
 
-# Attribute of a batch that copies of the whole batch inherit: it identifies them among batches with equal fields.
-IDENTITY = "__batch_identity__"
-
 
 def path_name(path: Path) -> str:
     """The text of a path for messages."""

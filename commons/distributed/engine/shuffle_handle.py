@@ -20,7 +20,7 @@ from commons.distributed.gather.local_rows import LocalRows
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats
 from commons.perf_model.shuffle_plan import ShufflePlan
-from commons.sequence_batch.fields import IDENTITY
+from commons.sequence_batch.batch import BaseBatch
 from commons.sequence_batch.open_batch import row_counts, row_fields
 from commons.sequence_batch.schema import BatchSchema
 
@@ -84,8 +84,8 @@ class ShuffleHandle:
         self._future = future
         self._prepared: PreparedShuffle | None = None
         self._finished = False
-        if batch is not None and hasattr(batch, "__dict__"):
-            batch.__dict__[IDENTITY] = id(batch)
+        if isinstance(batch, BaseBatch):
+            batch._identity = id(batch)
 
     @property
     def stats(self) -> ShuffleStats | None:
@@ -227,7 +227,7 @@ class ShuffleHandle:
         """
         if batch is self._batch or self._batch is None:
             return True
-        identity = getattr(batch, "__dict__", {}).get(IDENTITY)
+        identity = getattr(batch, "_identity", None) if isinstance(batch, BaseBatch) else None
         if identity is not None:
             return identity == id(self._batch)
         pairs = list(zip(schema.row_tensors(self._batch), schema.row_tensors(batch)))

@@ -175,12 +175,12 @@ def test_what_takes_the_place_of_a_pipeline_with_embeddings_on_the_host():
 
 @dataclasses.dataclass
 class DenseBatch:
-    """A batch that cannot state padding, and no more than TorchRec asks of one."""
+    """A batch that cannot state padding, and no more than TorchRec asks of one; its copy is made of its `vars`."""
 
     sample_id: torch.Tensor
 
     def to(self, device, non_blocking=False):
-        return DenseBatch(self.sample_id.to(device))
+        return DenseBatch(**{name: value.to(device) for name, value in vars(self).items()})
 
     def record_stream(self, stream):
         pass
