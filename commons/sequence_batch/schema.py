@@ -311,7 +311,10 @@ class BatchSchema:
         if self.type_name != other.type_name or not plain or not is_dataclass:
             return ""
         names = ", ".join(map(repr, plain)) + "," * (len(plain) == 1)
-        return f", or let these values differ between ranks: register_batch_type({self.class_name}, per_rank=({names}))"
+        return (
+            ", or make values of single rows a tensor, and let others differ between ranks: "
+            f"register_batch_type({self.class_name}, per_rank=({names}))"
+        )
 
     def _pairs(self, other: BatchSchema) -> list[tuple[Path, Field | None, Field | None]]:
         return differences(*({each.path: each for each in schema.fields} for schema in (self, other)))

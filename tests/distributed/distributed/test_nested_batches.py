@@ -208,4 +208,6 @@ def test_a_plain_value_that_differs_says_how_it_is_declared():
                 batch = Stamped({"a": torch.ones(3)}, stamp if dist.get_rank() == 1 else 0.0)
                 text = error_of(shuffler.shuffle, batch)
         assert said in text and "\n" not in text
-        assert "let these values differ between ranks: register_batch_type(Stamped, " in text
+        assert (
+            "make values of single rows a tensor, and let others differ between ranks: register_batch_type(Stam" in text
+        )
