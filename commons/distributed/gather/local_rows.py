@@ -69,10 +69,10 @@ class LocalRows:
         if self.groups is not None:
             kept.append(as_groups(self.groups, self.rows))
         words = None
-        if isinstance(workloads, np.ndarray) and workloads.dtype == np.int64 and workloads.flags.c_contiguous:
+        if type(workloads) is np.ndarray and workloads.dtype == np.int64 and workloads.flags.c_contiguous:
             words = encode_rows(workloads, self.lengths, sums, kept, counted, self.rows, self.real_rows)
         if words is None:
-            # Another integer type, or a mistake, which these two functions report.
+            # Another type, such as a masked array, or a mistake, which these two functions report.
             workloads = as_int64_workloads(_one_per_row(self.workloads, self.rows)[: self.real_rows])
             self._require_lengths()
             lengths = [each[:, : self.real_rows] for each in self.lengths]

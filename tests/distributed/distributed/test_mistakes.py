@@ -142,6 +142,10 @@ MISTAKES = {
         _workloads(lambda right: right.numpy()[:, None][:, :0].copy()),
         r"ValueError: rank 1: workloads have shape \(4, 0\)",
     ),
+    "masked": Mistake(
+        _workloads(lambda right: np.ma.masked_array(right.numpy(), right.numpy() > 0)),
+        r"ValueError: rank 1: workloads\[0\] is masked; every row needs a value",
+    ),
     "sum": Mistake(_workloads(lambda right: right.sum()), r"ValueError: rank 1: workloads have shape \(\)"),
     "number": Mistake(_workloads(lambda right: 3), r"ValueError: rank 1: workloads have shape \(\)"),
     "nothing": Mistake(_workloads(lambda right: None), "TypeError: rank 1: get_workloads returned None; "),
