@@ -5,15 +5,40 @@
 
 namespace evenrank {
 
+// The plan of the request's method, changed to keep the cap, if there is one. Swaps under a cap depend much on where they
+// start. So with few rows, "refined" starts from the plans of the other methods too, until a plan is near the bound, and
+// takes the best: it is no worse than theirs.
+inline Indices planned_under_cap(const Request& request, const Problem& problem, const Bound& bound) {
+  const Cap cap = request.cap();
+  const auto plan_by = [&](Method method) {
+    Indices plan = problem.by_sample(by_method(method, problem, bound));
+    if (!cap.exists()) return plan;
+    return problem.speeds.empty() ? under_cap(problem, std::move(plan), near(bound.load), cap)
+                                  : under_cap_at_speeds(problem, std::move(plan), bound.load, cap);
+  };
+  Indices best = plan_by(request.method);
+  if (!cap.exists() || request.method != Method::kRefined || !problem.is_few()) return best;
+  const auto cost_of = [&](const Indices& plan) {  // first the tokens above the cap, then the time
+    return std::pair(request.most_tokens(plan, problem.num_parts), problem.time(take(plan, problem.order)));
+  };
+  auto least = cost_of(best);
+  for (const Method method : {Method::kLpt, Method::kSnake, Method::kKarmarkarKarp}) {
+    if (least.first <= cap.limit && least.second <= near(bound.load)) break;
+    if (!problem.speeds.empty() && method != Method::kLpt) break;
+    Indices other = plan_by(method);
+    const auto cost = cost_of(other);
+    if (cost < least) least = cost, best = std::move(other);
+  }
+  return best;
+}
+
 // Plans without regard to home, then lowers tokens to the cap, then brings rows home; by sample. If the plan breaks the
 // cap, the smaller of its and home's most tokens becomes the cap for bringing rows home.
 inline Indices plan_freely(const Request& request, Problem& problem, const Bound& bound) {
   const Index num_parts = request.num_parts;
-  Indices assignment = problem.by_sample(by_method(request.method, problem, bound));
+  Indices assignment = planned_under_cap(request, problem, bound);
   Cap cap = request.cap();
   if (cap.exists()) {
-    assignment = problem.speeds.empty() ? under_cap(problem, std::move(assignment), near(bound.load), cap)
-                                        : under_cap_at_speeds(problem, std::move(assignment), bound.load, cap);
     Weight reached = largest_load(cap.weights, assignment, num_parts);
     if (!request.home.empty()) reached = std::min(reached, largest_load(cap.weights, request.home, num_parts));
     cap.limit = std::max(cap.limit, reached);

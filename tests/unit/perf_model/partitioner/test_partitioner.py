@@ -76,6 +76,21 @@ def test_best_effort_exceeds_the_cap_by_the_token_balanced_plan_at_most():
     assert np.bincount(plan.assignment, weights=lengths).max() <= by_tokens.loads.max()
 
 
+@pytest.mark.parametrize("equal_size", [True, False])
+def test_under_a_cap_refined_is_no_worse_than_the_other_methods(equal_size):
+    for seed in range(40):
+        lengths = np.random.default_rng(seed).lognormal(6, 1, 256).astype(np.int64)
+        arguments = {"equal_size": equal_size, "tokens": lengths, "best_effort": True}
+        arguments["max_tokens"] = cap = int(max(lengths.max(), lengths.sum() / 8) * 1.01)
+        plans = [
+            partition(2048 * lengths + lengths**2 // 2, 8, method=method, **arguments)
+            for method in ("refined", "lpt", "snake", "karmarkar_karp")
+        ]
+        above = [max(0, np.bincount(plan.assignment, lengths).max() - cap) for plan in plans]
+        refined, *others = ((excess, plan.loads.max()) for excess, plan in zip(above, plans))
+        assert refined <= min(others) or refined <= (0, plans[0].lower_bound * 1.0001), seed
+
+
 def test_a_sample_above_the_cap_is_named_or_let_through():
     arguments = {"tokens": [3, 99, 3, 3], "max_tokens": 50}
     with pytest.raises(ValueError, match="sample 1 alone has 99 tokens, max_tokens is 50"):
