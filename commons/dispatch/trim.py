@@ -5,7 +5,7 @@ So each rank's share is as wide as its own longest row, instead of the longest r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -112,7 +112,7 @@ class Trimmed:
 
 def as_trims(trim: Trim | Sequence[Trim] | None, *, one_sided: bool = False) -> tuple[Trim, ...]:
     """The caller's trims as a tuple; TypeError for anything else, ValueError for side "both" with `one_sided`."""
-    trims = () if trim is None else (trim,) if isinstance(trim, Trim) else tuple(trim)
+    trims = () if trim is None else tuple(trim) if isinstance(trim, Iterable) else (trim,)
     for each in trims:
         if not isinstance(each, Trim):
             raise TypeError(f"trim contains {kind_of(each)}; it must be a Trim or a list of Trims: build one")

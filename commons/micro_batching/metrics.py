@@ -115,6 +115,11 @@ def _group_of_each(groups: Sequence[Sequence[int]], num_rows: int) -> np.ndarray
         raise ValueError(
             f"there are {num_rows} values in {len(groups)} groups; a packing has at least one of each: give both"
         )
+    if np.ndim(groups[0]) != 1:
+        raise ValueError(
+            f"groups[0] is {groups[0]!r}; it is the list of the rows of a group: pass such lists, which "
+            "Partition.groups() returns, not the group of each row"
+        )
     flat = np.concatenate([np.asarray(group, np.int64) for group in groups])
     if not np.array_equal(np.sort(flat), np.arange(num_rows)):
         raise ValueError(

@@ -145,8 +145,9 @@ def test_results_of_another_width():
         message = f"'score' is a Tensor of shape {shape}; results per token have 3 columns"
         with pytest.raises(ValueError, match=re.escape(message)):
             untrim({"score": torch.zeros(shape)}, window)
-    with pytest.raises(TypeError, match="trim contains a str; it must be a Trim or a list of Trims"):
-        trim_batch(padded([2], 4, "right"), ["mask"])
+    for trim, what in ((["mask"], "a str"), (128, "an int")):
+        with pytest.raises(TypeError, match=f"trim contains {what}; it must be a Trim or a list of Trims"):
+            trim_batch(padded([2], 4, "right"), trim)
 
 
 NAN, DAY = float("nan"), np.datetime64("2026-01-01")

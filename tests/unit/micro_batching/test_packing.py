@@ -285,6 +285,9 @@ def test_metrics_without_load_and_of_packings_that_are_none():
     for values, groups in (([], []), ([1], []), ([], [[0]])):
         with pytest.raises(ValueError, match="a packing has at least one of each"):
             packing_metrics(values, groups, 8)
+    for group_of_each in ([0, 1], np.array([1, 0])):
+        with pytest.raises(ValueError, match=r"groups\[0\] is .*; it is the list of the rows of a group"):
+            packing_metrics([6, 1], group_of_each, 8)
     with pytest.raises(ValueError, match="capacity is 0"):
         packing_metrics([1], [[0]], 0)
 
