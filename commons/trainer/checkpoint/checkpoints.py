@@ -31,7 +31,9 @@ from commons.trainer.checkpoint.folder import (
     holds_checkpoint,
     latest_whole,
     make_empty,
+    make_marker,
     read_state,
+    require_marker,
     require_none_after,
     require_visible,
     unfinished_path,
@@ -109,7 +111,8 @@ class Checkpointer:
 
         Raises:
             ValueError: the settings' path has no checkpoint, or it is damaged, of another model, or of another version;
-                or the folder for new checkpoints cannot be created or written, or contains checkpoints of later steps.
+                or the folder for new checkpoints cannot be created or written, is not the same on all ranks, or
+                contains checkpoints of later steps.
         """
         progress, line = TrainProgress(), ""
         if self._args.ckpt_load_dir:
@@ -122,10 +125,19 @@ class Checkpointer:
                 progress, line = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
             on_rank_0(lambda: claim(self.folder, progress.step, self._damaged), self._device)
+            self._require_shared_folder()
             self._latest = progress.step
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, line
+
+    def _require_shared_folder(self) -> None:
+        """Raise ValueError on all ranks if a rank would save to another folder: no checkpoint would be complete."""
+        marker = on_rank_0(lambda: make_marker(self.folder), self._device)
+        try:
+            on_all_ranks(lambda: require_marker(self.folder, marker), self._device)
+        finally:
+            on_rank_0((self.folder / marker).unlink, self._device)
 
     def has_saved(self, step: int) -> bool:
         """Whether the state after a step is saved, or need not be saved."""

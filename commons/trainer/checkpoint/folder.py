@@ -216,6 +216,28 @@ def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
     require_none_after(folder, step, damaged, f"starts {f'after step {step}' if step else 'from the beginning'}")
 
 
+def make_marker(folder: Path) -> str:
+    """Create a file in a folder, by which other ranks recognise it; returns its name."""
+    descriptor, path = tempfile.mkstemp(prefix=".shared-", dir=folder)
+    os.close(descriptor)
+    return Path(path).name
+
+
+def require_marker(folder: Path, name: str) -> None:
+    """Raise OSError if a folder lacks the file that rank 0 has created by `make_marker`, or cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)  # NFS may remember for a minute that there was no folder
+    if not (folder / name).is_file():
+        raise FileNotFoundError(
+            f"ckpt_save_dir {folder} on {socket.gethostname()} is another folder than that of rank 0; all ranks write "
+            "to one folder on a shared disk: mount the disk there"
+        )
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(
+            f"ckpt_save_dir {folder} cannot be written on {socket.gethostname()}; every rank writes its part of a "
+            "checkpoint: mount the disk there for writing, as a user who may write"
+        )
+
+
 def require_none_after(folder: Path, step: int, damaged: Container[Path], what: str) -> None:
     """Raise ValueError if a folder has complete checkpoints after `step`; `what` this run does, for the error."""
     for path in reversed(list_checkpoints(folder)):

@@ -1,10 +1,11 @@
-"""Checkpoints that are refused and not called damaged: of another model, and on a disk that a rank does not see."""
+"""Checkpoints of another model, and on a disk that a rank does not see, are refused and not called damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 
-def checkpointer(model, folder):
+def checkpointer(model, folder, **changes):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    args = TrainerArgs(1, 1, ckpt_save_dir=str(folder), ckpt_load_dir=str(folder))
+    args = TrainerArgs(1, 1, **{"ckpt_save_dir": str(folder), "ckpt_load_dir": str(folder)} | changes)
     return Checkpointer(Parts(args, model, optimizer, (), None), model, optimizer, IdentityBalancedBatchShuffler(), {})
 
 
@@ -62,3 +63,23 @@ def test_checkpoints_that_a_rank_does_not_see_are_not_called_damaged(tmp_path):
         assert error.startswith("ValueError: rank 1: checkpoints/step_0000000"), error
         assert "and rank 0 has found it; all ranks load from one folder on a shared disk: mount" in error
         assert len(set(of_all([error]))) == 1
+
+
+@on_two_ranks
+def test_a_folder_for_checkpoints_that_a_rank_cannot_use_is_refused_at_the_start(tmp_path):
+    """The run trained to its end, and saved none of its checkpoints."""
+    new_run = {"ckpt_save_interval": 1, "ckpt_load_dir": ""}
+    (tmp_path / "another").mkdir(exist_ok=True)
+    with in_folder(tmp_path / "another" if dist.get_rank() == 1 else tmp_path):
+        error = error_of(checkpointer(torch.nn.Linear(4, 2), "checkpoints", **new_run).resume)
+    assert error.startswith("ValueError: rank 1: ckpt_save_dir checkpoints on "), error
+    assert "is another folder than that of rank 0; all ranks write to one folder on a shared disk: mount" in error
+    assert len(set(of_all([error]))) == 1 and not any((tmp_path / "checkpoints").iterdir())
+    assert checkpointer(torch.nn.Linear(4, 2), tmp_path / "checkpoints", **new_run).resume()[1] == ""
+    read_only = mock.patch.object(os, "access", return_value=False)
+    with read_only if dist.get_rank() == 1 else contextlib.nullcontext():
+        error = error_of(checkpointer(torch.nn.Linear(4, 2), tmp_path / "checkpoints", **new_run).resume)
+    assert error.startswith(f"ValueError: rank 1: ckpt_save_dir {tmp_path / 'checkpoints'} cannot be written on "), (
+        error
+    )
+    assert len(set(of_all([error]))) == 1 and not any((tmp_path / "checkpoints").iterdir())
