@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from commons.checks import require_local
+
 # A full disk, a full quota, a file above the size limit.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -91,9 +93,11 @@ def parents_of(target: Path) -> Iterator[None]:
     """Make the parents of a path; if the block raises, remove the new parents that are empty.
 
     Raises:
+        ValueError: the path is the URL of a store.
         OSError: a parent cannot be made, or the block failed for lack of space; this error names the target.
 
     """
+    require_local("the output", target)
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         try:

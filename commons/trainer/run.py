@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commons.checks import require_local
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.files import (
     CONFIG_FILE,
@@ -183,6 +184,8 @@ def replace_run(config: Any) -> None:
 def _claim_folder(config: Any) -> None:
     """Lock the folder of a run; raise ValueError unless this run may use it."""
     args: TrainerArgs = config.trainer
+    for name in ("run_dir", "ckpt_save_dir", "ckpt_load_dir"):
+        require_local(name, getattr(args, name))
     folder = Path(args.run_dir)
     lock_folder(folder)
     try:

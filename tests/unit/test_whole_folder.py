@@ -28,6 +28,17 @@ class TestWholeFolder:
             assert (tmp_path / "new" / "data" / "a.txt").read_text() == text
             assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["data"]
 
+    def test_a_url_is_no_folder(self, tmp_path, monkeypatch):
+        """A folder named `s3:` was made for it."""
+        monkeypatch.chdir(tmp_path)
+        for writer in (whole_folder(Path("s3://bucket/data"), **_ANY), whole_file(Path("gs://bucket/map.parquet"))):
+            with (
+                pytest.raises(ValueError, match="the output is '[sg][3s]:/bucket/.*; files are written to mounted"),
+                writer,
+            ):
+                raise AssertionError("it was opened")
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
     def test_a_failure_leaves_what_was_there(self, tmp_path, error):
         write(tmp_path / "data", "before")

@@ -300,6 +300,9 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(two_ranks, tm
     (tmp_path / "run" / "log.jsonl").mkdir(parents=True)
     said = two_ranks.run(error_of, command, "--trainer.run-dir", str(tmp_path / "run"))
     assert said[0] == said[1] and said[0].startswith("ValueError: ") and "log.jsonl" in said[0]
+    for flag in ("run-dir", "ckpt-save-dir", "ckpt-load-dir"):
+        said = two_ranks.run(command, f"--trainer.{flag}", "s3://bucket/run")
+        assert said[0] == said[1] and f"{flag.replace('-', '_')} is 's3://bucket/run'; files are written to " in said[0]
 
 
 @pytest.mark.slow

@@ -110,7 +110,13 @@ def test_padding_that_a_batch_states():
         (dense([1, 2]), 2, [1, 2], {"groups": np.ma.masked_equal(["a", "b"], "b")}, r"groups\[1\] is masked; every"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", None]}, r"groups\[1\] is None; .*: give each its own id"),
         (dense([1, 2]), 2, [1, 2], {"groups": ["a", float("nan")]}, r"groups\[1\] is nan; .*: give each its own id"),
-        (dense([1, 2]), 2, [1, 2], {"groups": ["a", np.float32("nan")]}, r"groups\[1\] is nan; .*: give each its own id"),
+        (
+            dense([1, 2]),
+            2,
+            [1, 2],
+            {"groups": ["a", np.float32("nan")]},
+            r"groups\[1\] is nan; .*: give each its own id",
+        ),
         (dense([1, 2]), 2, [1, 2], {"groups": [NotAvailable(), "a"]}, r"groups\[0\] is <NA>; .*: give each its own id"),
         (
             *({"ids": [torch.zeros(2), torch.zeros(1)]}, 2, [2, 1], {}),
