@@ -299,6 +299,7 @@ class TrainingLoop:
         if not self._checkpoints.has_saved(self._step):
             self._guard.check()
             self._checkpoints.save(self._progress)
+            self._stop.agree()  # torchrun waits 30 s for ranks to end: no further steps and a second checkpoint
 
     def _evaluate(self) -> None:
         """Evaluate the state after this step, unless the run ends early; the training pipeline has no batch in flight.

@@ -76,6 +76,15 @@ class StopSignal:
         with self._channel.collective(self._num_steps, _COLLECTIVE):
             self._pending = received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
+    def agree(self) -> None:
+        """Read what ranks have received until now, after work that took long; called on all ranks.
+
+        Raises:
+            RankMissingError: a rank did not join the reduction in time; the error names the rank.
+        """
+        self.after_step()
+        self._take_result()
+
     def _take_result(self) -> None:
         if self._pending is None or self._channel is None:
             return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
 from collections import Counter
 from contextlib import closing, suppress
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.gather import rank_speeds
 from commons.trainer import TrainerArgs
+from commons.trainer.checkpoint import checkpoints
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times, train_log
 from tests.helpers.jobs.run_folders import lines
@@ -216,3 +219,21 @@ def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
         assert line["tflops_per_rank"] * ranks.world_size == pytest.approx(1000 * line["rows_per_s"])
         assert line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5)
         assert line["predicted_saving"] >= 0 and "predicted_saving_ms" not in line
+
+
+def run_killed_in_checkpoint(run_dir):
+    def write(*arguments):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        write_state(*arguments)
+
+    write_state, saving = checkpoints.write_state, {"ckpt_save_interval": 2, "ckpt_save_dir": run_dir + "/checkpoints"}
+    with mock.patch.object(checkpoints, "write_state", write):
+        return run_loop(run_dir, "none", ([8, 8], [1, 1]), True, **saving)
+
+
+def test_sigterm_during_a_checkpoint_ends_the_run_after_it(two_ranks, tmp_path):
+    """Two more steps were trained, and a second checkpoint was written."""
+    for found in two_ranks.run(run_killed_in_checkpoint, str(tmp_path)):
+        assert found["steps"] == 2 and not found["evaluations"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
