@@ -92,7 +92,7 @@ class RunReport:
         self.rows_per_step = log.mean(log.column("rows_per_s") * log.mean_step_ms / 1e3)
         self.balancing = _balancing_of(log)
         self.by_work = _is_by_work(log)  # whether rows were read or scattered by their work, so that none has to move
-        self.window = round(log.mean("window") or 1)  # batches that are planned together; 1 without a window
+        self.window = _window_of(log)  # batches that are planned together; 1 without a window
         self.speed = _speed_of(log)
         self.step_time = step_time_of(log, self.trained)  # None if no line has times
         self.gain = _gain_of(log, self.balancing, self.step_time)
@@ -150,6 +150,14 @@ def _balancing_of(log: RunLog) -> Balancing:
     if not log.config and not log.mean("moved") and log.mean("imbalance_before") != log.mean("imbalance_after"):
         return "observed"
     return "balanced"
+
+
+def _window_of(log: RunLog) -> int:
+    """The setting of the run or, if it is unknown, the longest window: the last window of an epoch may be shorter."""
+    longest, planned = _largest(log.column("window")), setting(log.config, "trainer.shuffle_window")
+    if longest is None:
+        return 1
+    return planned if isinstance(planned, int) else round(longest)
 
 
 def _is_by_work(log: RunLog) -> bool:

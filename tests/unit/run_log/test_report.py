@@ -163,6 +163,15 @@ def test_windows_are_exchanged_beside_the_steps(tmp_path):
     assert report.background.exchange_ms == pytest.approx(EXCHANGE_MS)
 
 
+@pytest.mark.parametrize("config", [config_of(shuffle_window=8), {}], ids=["config", "no config"])
+def test_a_shorter_last_window_does_not_change_the_window(tmp_path, config):
+    # Two epochs of 11 steps, in windows of 8 and 3, and a line per step.
+    windows = ([8] * 8 + [3] * 3) * 2
+    lines = [line | {"window": window} for line, window in zip(lines_of(BALANCED, BY_STEP), windows)]
+    report = RunReport(RunLog(write_run(tmp_path, lines, config)))
+    assert report.window == 8 and rows_of([report])["balanced"] == ("windows of 8",)
+
+
 def test_a_slope_that_is_steeper_than_the_step_gains_no_more_than_the_loads(tmp_path):
     report = report_of(tmp_path, ms_per_load=1.0)
     assert report.step_time.rest == 0 and 1 < report.gain.step <= report.gain.work
