@@ -33,7 +33,7 @@ class ShuffleStats:
     window's.
     """
 
-    step: int  # number of the batch since the shuffler was made
+    step: int  # number of the batch since the shuffler was made, counted from 0
     window: int  # batches of a rank that were planned together; 1 without a window
     imbalance_before: float  # largest load divided by the mean, minus 1, before balancing
     imbalance_after: float  # the same under the plan

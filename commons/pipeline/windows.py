@@ -143,7 +143,7 @@ class WindowedBatches(Iterator[Any]):
             self.last_window = replace(shuffled.whole, wait_ms=wait_ms)
             self.speeds = shuffled.speeds
             planned = [each for each in stats if each is not None]
-            self._shuffler.engine.note(planned[0].step, lambda: planned[-1], planned[0].excess_tokens)
+            self._shuffler.engine.note(lambda: planned[-1], planned[0].excess_tokens)
 
     def _start(self) -> Future[ShuffledWindow]:
         return self._shuffler.engine.start_window(self._reader, self._pg_group)

@@ -181,23 +181,23 @@ class ShuffleEngine:
         (result,) = session.exchange_rows(handle.step, prepared, [batch], pins=False)
         if prepared.plan is not None:
             handle.carried_out(prepared, (time.perf_counter() - started) * 1e3)
-            self.note(handle.step, handle.read_stats, prepared.plan.excess_tokens)
+            self.note(handle.read_stats, prepared.plan.excess_tokens)
         return result
 
-    def note(self, step: int, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:
+    def note(self, read_stats: Callable[[], ShuffleStats | None], excess_tokens: int) -> None:
         """Record the stats of a finished shuffle, and warn of the first plan that exceeds the token cap.
 
-        Of a window, `step` is its first step, and `read_stats` returns the stats of its last one.
+        Of a window, `read_stats` returns the stats of its last step, and the warning names its first one.
         """
         self.read_stats = read_stats
         if not excess_tokens or self._options.mode != "balance":  # "observe" does not carry out its plan
             return
         self.num_cap_exceeded += 1
-        if self.num_cap_exceeded == 1:
+        if self.num_cap_exceeded == 1 and (last := read_stats()) is not None:
             logger.warning(
                 "no plan of step %d keeps max_tokens_per_rank=%s, the best one exceeds it by %d tokens; later ones are "
                 "counted in num_cap_exceeded: raise the cap or lower the batch size",
-                step,
+                last.step + 1 - last.window,
                 self._options.max_tokens_per_rank,
                 excess_tokens,
             )

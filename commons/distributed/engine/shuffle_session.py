@@ -80,6 +80,7 @@ class ShuffleSession:
         self._members, self._order = np.array(channel.members), ExchangeOrder(channel)
         self._header = MESSAGE_NUMBERS + BATCH_NUMBERS * (window or 1)
         self._capacity = 0
+        self._num_planned = 0  # batches of a rank that were planned; a step in which the data ended has none
         self._layout: PayloadLayout | None = None
         self._planner: ShufflePlanner | None = None
         self._alike: BatchSchema | None = None  # schema of this rank's last batch, found equal to the agreed one
@@ -178,7 +179,7 @@ class ShuffleSession:
         self._require_rows_everywhere(schema, plan)
         if exchange.moves:
             self._order.plan(step)
-        number = step * (self._window or 1)
+        number, self._num_planned = self._num_planned, self._num_planned + steps
         describe = functools.partial(
             stats_of_plan,
             plan,

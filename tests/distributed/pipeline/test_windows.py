@@ -24,7 +24,7 @@ from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import make_batch
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, Source, expected_ids
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, logged
 from tests.helpers.ranks.on_ranks import of_all, on_ranks, on_two_ranks
 from tests.helpers.ranks.stopped_ranks import wait_for
 
@@ -279,6 +279,19 @@ def test_stats_are_taken_once_per_batch_and_do_not_pile_up(monkeypatch):
         assert [(each.step, each.window) for each in stats] == [(34, 2), (35, 2), (36, 2), (37, 2), (38, 1)]
         with pytest.raises(ValueError, match="no stats are left; every batch has stats once"):
             windowed.take_stats()
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@on_two_ranks
+def test_batches_are_numbered_from_epoch_to_epoch(window):
+    """The end of the data has no number, and a shorter last window has no more than its batches."""
+    numbers = []
+    with closing(SquareShuffler(ShufflerOptions(max_tokens_per_rank=7))) as shuffler, logged() as warnings:
+        for length in (3, 4):  # in the second epoch no plan keeps the cap
+            jagged = KeyedJaggedTensor(["a"], torch.zeros(2 * length), lengths=torch.tensor([length, length]))
+            windowed = windowed_iter(iter([BaseBatch(jagged, 2)] * 4), shuffler, window)
+            numbers += [windowed.take_stats().step for _ in windowed]
+    assert numbers == list(range(8)) and warnings[0].startswith("no plan of step 4 keeps max_tokens_per_rank=7")
 
 
 @on_ranks
