@@ -11,27 +11,28 @@ from commons.releases import LEAST_DRIVER, old_driver_command
 
 # Parts of CUDA's error messages about a kernel that was built only for other architectures.
 _NO_CODE = ("no kernel image", "not compiled for", "invalid device function")
-# The same of torch's errors on a machine without a GPU, or whose GPUs are hidden: not a problem.
-_NO_GPU = ("no NVIDIA driver", "No CUDA GPUs", "might not have a CUDA gpu")
+# The same of torch's errors about GPUs that are there and have failed.
+_FAILED = ("Unexpected error from cudaGetDeviceCount", "CUDA unknown error")
 
 
 def driver_problem() -> str | None:
     """The reason why torch cannot use the driver of this machine's GPUs, and the remedy, in one line.
 
-    None if the driver works, without a driver or a GPU, and with a build of torch without CUDA.
+    None if the driver works, without a driver or a GPU, in a process whose parent has used CUDA, and with a build of
+    torch without CUDA.
     """
     if torch.version.cuda is None or torch.cuda.is_available():
         return None
     try:
         torch.cuda.init()
     except RuntimeError as error:  # also raised without a driver, that is without a GPU
-        if any(words in str(error) for words in _NO_GPU):
-            return None
-        if "too old" not in str(error):
+        if any(words in str(error) for words in _FAILED):
             return (
                 f"torch cannot use this machine's GPUs: {' '.join(str(error).split())}; the driver or a GPU has "
                 "failed: see nvidia-smi and dmesg, or choose device 'cpu'"
             )
+        if "too old" not in str(error):
+            return None
         numbers = [int(word) for word in str(error).replace(")", " ").split() if word.isdigit()]
         found = "".join(f"{number // 1000}.{number % 1000 // 10}" for number in numbers)  # CUDA's 12040 is 12.4
         fitting = ""

@@ -124,6 +124,7 @@ TOO_OLD = (
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by downloading "
     "and installing a new version"
 )
+FAILED = "Unexpected error from cudaGetDeviceCount()"
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be ..."
 
 
@@ -191,7 +192,8 @@ def test_a_driver_that_is_too_old(old_driver, monkeypatch):
 
 
 def test_no_driver_is_no_problem(monkeypatch, old_driver):
-    for said in "Found no NVIDIA driver on your system.", "No CUDA GPUs are available":
+    forked = "Cannot re-initialize CUDA in forked subprocess."
+    for said in "Found no NVIDIA driver on your system.", "No CUDA GPUs are available", forked:
         monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(said)))
         assert driver_problem() is None
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -201,9 +203,9 @@ def test_no_driver_is_no_problem(monkeypatch, old_driver):
 
 def test_a_gpu_that_has_failed(monkeypatch, old_driver):
     """Its ranks would train on the CPU, or wait for those with GPUs."""
-    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("Unexpected error.\n Error 802: not initialized")))
+    monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError(f"{FAILED}.\n Error 802: not initialized")))
     problem = driver_problem()
-    assert problem.startswith("torch cannot use this machine's GPUs: Unexpected error. Error 802: not initialized; ")
+    assert problem.startswith(f"torch cannot use this machine's GPUs: {FAILED}. Error 802: not initialized; ")
     assert problem.endswith("or choose device 'cpu'")
 
 
