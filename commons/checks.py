@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import operator
-import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -109,15 +108,6 @@ def require_file(path: Path, rule: str) -> None:
         raise IsADirectoryError(f"{path} is a folder; {rule}")
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; {rule}")
-
-
-def require_local(name: str, path: str | Path) -> None:
-    """Raise ValueError for the URL of a store, such as s3://bucket/run: a folder named `s3:` would be made for it."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
-        raise ValueError(
-            f"{name} is {str(path)!r}; files are written to mounted disks, not to URLs: give a folder, such as the "
-            "store's mount"
-        )
 
 
 def require_one_of(name: str, value: Any, choices: Iterable[str]) -> None:

@@ -11,13 +11,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
-
-from commons.checks import require_local
 
 # A full disk, a full quota, a file above the size limit.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -85,6 +84,15 @@ def check_replaceable(target: Path, may_replace: Callable[[Path], bool], what: s
     if os.path.lexists(target) and not may_replace(target):
         raise FileExistsError(
             f"{target} exists and is not a {what} of this kind; it is not overwritten: give another path"
+        )
+
+
+def require_local(name: str, path: str | Path) -> None:
+    """Raise ValueError for the URL of a store, such as s3://bucket/run: a folder named `s3:` would be made for it."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ValueError(
+            f"{name} is {str(path)!r}; files are written to mounted disks, not to URLs: give a folder, such as the "
+            "store's mount"
         )
 
 

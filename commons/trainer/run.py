@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commons.checks import require_local
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.files import (
     CONFIG_FILE,
@@ -43,6 +42,7 @@ from commons.trainer.ranks.errors import OWN_PACKAGES, log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
+from commons.whole_folder import require_local
 
 # Settings that may differ between ranks: paths, and what a rank does without the others.
 _PATHS = ("_dir", "_path")
