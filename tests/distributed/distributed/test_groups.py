@@ -105,9 +105,8 @@ def test_groups_of_some_ranks_and_of_all_find_one_another_in_any_order():
     """Up to torch 2.13 groups are named by their number, from 2.14 on by the number of calls of new_group."""
     rank, everyone = dist.get_rank(), [0, 1, 2, 3]
     first, second = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
-    moved = []
+    gone, moved = dist.new_group([rank], backend="gloo", use_local_synchronization=True), []
     if rank < 2:
-        gone = dist.new_group([rank], backend="gloo", use_local_synchronization=True)
         with closing(CubicShuffler(pg_group=first)):
             dist.destroy_process_group(gone)  # the number of groups is an earlier one again
             moved = _rows_moved_by(first)
