@@ -7,6 +7,8 @@ trainer.fit(module, DataLoader(rows, batch_sampler=sampler))
 
 from __future__ import annotations
 
+import itertools
+import logging
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,12 +17,14 @@ from commons.checks import kind_of
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.datasets.samplers.planned import PlannedSampler
 
+logger = logging.getLogger(__name__)
+
 
 class BalancedBatches(Callback):
     """Saves and restores a sampler's place in the data; the sampler is the `batch_sampler` of the training loader.
 
     Without it, a run that is resumed within an epoch begins that epoch again. The place is a number of rows over all
-    ranks, so it remains valid for another number of ranks.
+    ranks, so it remains valid for another number of ranks, which train an unfinished window again from its beginning.
 
     Args:
         sampler: this rank's BalancedBatchSampler or BudgetBatchSampler.
@@ -94,15 +98,55 @@ class BalancedBatches(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""
         epoch, place = self._epoch, self._sampler.place_after(self._num_batches, self._epoch, self._start)
-        if self._has_ended or next(self._sampler.step_rows(epoch, place), None) is None:
+        of_window = list(itertools.islice(self._sampler.step_rows(epoch, Place(place.row)), place.steps + 1))
+        if self._has_ended or len(of_window) <= place.steps:
             epoch, place = epoch + 1, EPOCH_START
-        return {"epoch": epoch, "row": place.row, "steps": place.steps, "counted": self._epoch}
+        return {
+            "epoch": epoch,
+            "row": place.row,
+            "steps": place.steps,
+            "counted": self._epoch,
+            "window_rows": sum(of_window[: place.steps]),
+            "plan": self._plan(),
+        }
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adapt the checkpoint of another plan: its steps within a window, and Lightning's number of trained batches.
+
+        Lightning would end the epoch after as many batches as on this run's ranks, counted with those of the other run.
+        """
+        state, loops = checkpoint["callbacks"].get(self.state_key), checkpoint.get("loops")
+        if not state or not loops or self._overfits or state.get("plan", self._plan()) == self._plan():
+            return
+        if state["steps"] and trainer.state.fn == "fit" and self._sampler.identity()["rank"] == 0:
+            logger.warning(
+                "the checkpoint was saved %d steps into a window that was planned for other ranks or settings: the "
+                "window is read again, and %d rows are trained a second time",
+                state["steps"],
+                state["window_rows"],
+            )
+        self._sampler.epoch_of_len = state["counted"]
+        number, left = len(self._sampler), 0
+        if state["epoch"] == state["counted"]:
+            left = sum(1 for _ in self._sampler.step_rows(state["epoch"], Place(state["row"])))
+        has_ended = number - left >= _limited(number, trainer)
+        if has_ended:
+            state |= {"epoch": state["counted"] + 1, "row": 0}
+        progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+        counts = progress["current"]
+        # "completed" is lower than "ready" in a checkpoint that was saved at the end of a batch.
+        counts |= {name: number - left + count - counts["ready"] for name, count in counts.items()}
+        state["steps"], progress["is_last_batch"] = 0, has_ended
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the sampler to a checkpoint's place."""
         self._begin(0 if self._overfits else state_dict["epoch"], Place(state_dict["row"], state_dict["steps"]))
         # By this number Lightning finds whether the checkpoint's epoch has ended.
         self._sampler.epoch_of_len = state_dict.get("counted", self._epoch)
+
+    def _plan(self) -> dict[str, Any]:
+        """Settings that must be equal for a place within a window, and for a number of batches, to mean the same."""
+        return {name: value for name, value in self._sampler.identity().items() if name != "rank"}
 
     def _epoch_of(self, trainer: Trainer) -> int:
         """The sampler's epoch."""
@@ -111,8 +155,7 @@ class BalancedBatches(Callback):
     def _set_number(self, trainer: Trainer) -> None:
         """Set the number of batches, which Lightning counts in the first epoch; a BudgetBatchSampler's varies."""
         self._sampler.epoch_of_len = self._epoch
-        loop, limit, number = trainer.fit_loop, trainer.limit_train_batches, len(self._sampler)
-        number = min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
+        loop, number = trainer.fit_loop, _limited(len(self._sampler), trainer)
         if number != loop.max_batches and loop._combined_loader is not None and loop._data_fetcher is not None:
             loop.max_batches, loop._combined_loader.limits, loop._data_fetcher.length = number, [number], number
             if isinstance(trainer.val_check_interval, float):
@@ -126,3 +169,9 @@ class BalancedBatches(Callback):
     def _place(self) -> None:
         self._sampler.set_epoch(self._epoch)
         self._sampler.start_at(*self._start)
+
+
+def _limited(number: int, trainer: Trainer) -> int:
+    """The batches of an epoch that Lightning trains, of `number`."""
+    limit = trainer.limit_train_batches
+    return min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))

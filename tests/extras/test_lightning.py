@@ -21,8 +21,13 @@ def lightning():
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory):
-    return answers_of_ranks("balanced_lightning", tmp_path_factory.mktemp("lightning"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folder):
+    return answers_of_ranks("balanced_lightning", folder)
 
 
 def steps_of(of_ranks, kind):
@@ -67,6 +72,29 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, kind, step):
         whole, resumed = rank[kind], rank[f"{kind} from {step}"]
         assert resumed["seen"] == whole["seen"][step:]
         assert resumed["weight"] == pytest.approx(whole["weight"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind, step, twice", [("balanced", 3, 8), ("balanced", 4, 0), ("balanced", 5, 0), ("budget", 2, 0)]
+)
+def test_one_process_resumes_a_run_of_two_ranks(of_ranks, folder, lightning, tmp_path, caplog, kind, step, twice):
+    """An unfinished window is trained again, and nothing else; after step 5 an epoch has ended."""
+    sampler = lightning.make_sampler(kind, seed=5)
+    resumed = lightning.fit(tmp_path, sampler, folder / kind / f"step={step}.ckpt")
+    trained = [*(batch for rank in of_ranks for batch in rank[kind]["seen"][:step]), *resumed]
+    counts = Counter(row for batch in trained for row in batch)
+    assert sum(times - EPOCHS for times in counts.values()) == twice and min(counts.values()) == EPOCHS
+    said = [line for line in caplog.messages if "trained a second time" in line]
+    assert len(said) == (twice > 0) and all(f"and {twice} rows" in line for line in said)
+
+
+@pytest.mark.parametrize("step", [1, 4, 9, 10, 13])
+def test_a_run_with_fewer_and_larger_batches_resumes_another(lightning, tmp_path, step):
+    whole = lightning.fit(tmp_path, lightning.make_sampler("budget"))
+    larger = lightning.make_sampler("budget", budget_per_rank=int(lightning.LENGTHS.sum()) // 4)
+    resumed = lightning.fit(tmp_path / "larger", larger, tmp_path / f"step={step}.ckpt")
+    counts = Counter(row for batch in (*whole[:step], *resumed) for row in batch)
+    assert set(counts.values()) == {EPOCHS} and len(resumed) < len(whole) - step
 
 
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
