@@ -32,6 +32,11 @@ def _rows_of_epoch(loader: DataLoader, epoch: int) -> list[list[int]]:
     return [rows.tolist() for (rows,) in loader]
 
 
+def _rows_from(accelerator: Accelerator, loader: DataLoader, epoch: int, steps: int) -> list[list[int]]:
+    loader.set_epoch(epoch)
+    return [rows.tolist() for (rows,) in accelerator.skip_first_batches(loader, steps)]
+
+
 def _gathered(accelerator: Accelerator, loader: DataLoader) -> list[int]:
     """The rows of all ranks in an epoch, each batch filled with -1 to the longest of any rank."""
     padded = (accelerator.pad_across_processes(rows, pad_index=-1) for (rows,) in loader)
@@ -66,6 +71,8 @@ def main(folder: Path) -> None:
         "read": {name: _epochs(loader) for name, loader in loaders.items()},
         "gathered": {name: _gathered(accelerator, loader) for name, loader in loaders.items()},
         "epoch 3": _rows_of_epoch(documented, 3),
+        "epoch 4 from step 5": _rows_from(accelerator, documented, 4, 5),
+        "own epoch 4": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 4),
         "own epoch 3": _rows_of_epoch(DataLoader(dataset, batch_sampler=own), 3),
         "refused": [
             error_of(lambda sampler=sampler: accelerator.prepare(DataLoader(dataset, batch_sampler=sampler)))

@@ -42,6 +42,11 @@ def test_a_prepared_loader_sets_the_epoch(of_ranks):
         assert rank["epoch 3"] == rank["own epoch 3"] and rank["epoch 3"] not in rank["read"]["documented"]
 
 
+def test_a_loop_resumes_within_an_epoch_as_documented(of_ranks):
+    for rank in of_ranks:
+        assert rank["epoch 4 from step 5"] == rank["own epoch 4"][5:] != rank["own"][0][5:]
+
+
 def test_a_sampler_of_one_rank_is_refused(of_ranks):
     for rank, told in enumerate(of_ranks):
         for name, remedy, message in zip(
