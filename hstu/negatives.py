@@ -92,9 +92,9 @@ class NegativeSampling(Dataset[HSTUBatch]):
         return stated_by(self.dataset, "row_order")
 
     @property
-    def contents(self) -> dict[str, Any]:
-        """The data set's `contents`; empty if it has none."""
-        return stated_by(self.dataset, "contents")
+    def row_contents(self) -> dict[str, Any]:
+        """The data set's `row_contents`; empty if it has none."""
+        return stated_by(self.dataset, "row_contents")
 
     @property
     def vocabulary_digests(self) -> dict[str, str]:

@@ -65,7 +65,7 @@ def require_equal_data(loader: DataLoader[Any], device: torch.device) -> None:
     Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, ids would
     stand for other values, or some ranks would train older events than others.
     """
-    names = ("row_order", "vocabulary_digests", "contents")
+    names = ("row_order", "vocabulary_digests", "row_contents")
     stated = {name: stated_by(getattr(loader, "dataset", None), name) for name in names}
     first, *others = gather_values(stated, device)
     for rank, other in enumerate(others, 1):

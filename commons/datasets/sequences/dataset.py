@@ -50,7 +50,7 @@ class UserDataset(Dataset[_Batch_co]):
         return {}
 
     @property
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """How much the rows contain, JSON-ready; empty if unknown."""
         return {}
 
@@ -175,9 +175,9 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         return self.metadata.row_order(self.schema.user_feature_name)
 
     @property
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """See UserDataset."""
-        return self.metadata.contents()
+        return self.metadata.row_contents()
 
     def _item_counts(self) -> np.ndarray:
         return self._file.list_lengths(self.schema.item_feature_name, self._rows)

@@ -67,7 +67,7 @@ class SequenceFileMetadata:
             "split_seed": self.options.get("seed"),
         }
 
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """How much the rows contain, JSON-ready: another export of the same users and items has another number."""
         return {"num_users": self.num_users, "num_interactions": self.num_interactions}
 

@@ -80,9 +80,9 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         return self._histories.row_order()
 
     @property
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """See UserDataset."""
-        return self._histories.contents()
+        return self._histories.row_contents()
 
     def _item_counts(self) -> np.ndarray:
         return self._lengths

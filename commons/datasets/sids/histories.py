@@ -47,7 +47,7 @@ class Histories(Protocol):
     def row_order(self) -> dict[str, Any]:
         """See UserDataset."""
 
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """See UserDataset."""
 
 
@@ -94,9 +94,9 @@ class PreprocessedHistories:
         """See Histories."""
         return self._file.metadata.row_order(self._user_feature_name)
 
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """See Histories."""
-        return self._file.metadata.contents()
+        return self._file.metadata.row_contents()
 
 
 class ParquetHistories:
@@ -144,7 +144,7 @@ class ParquetHistories:
         """See Histories."""
         return {}
 
-    def contents(self) -> dict[str, Any]:
+    def row_contents(self) -> dict[str, Any]:
         """See Histories."""
         checksum = zlib.crc32(np.ascontiguousarray(self._items).data, zlib.crc32(self._ends.data))
         return {"num_users": len(self), "num_interactions": len(self._items), "checksum": checksum}

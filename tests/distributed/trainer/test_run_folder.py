@@ -224,7 +224,7 @@ def test_a_host_with_the_events_of_another_day_is_an_error_on_every_rank(two_ran
     paths = (data, str(copy_of_another_day(data, tmp_path / "other.parquet")))
     flags = [["--dataset.dataset-name", "ml-1m", "--dataset.dataset-path", path] for path in paths]
     first, second = two_ranks.run(error_of, train_with, str(tmp_path / "run"), flags)
-    assert first == second and first.startswith("ValueError: the data of rank 0 have the contents {'num_users': ")
+    assert first == second and first.startswith("ValueError: the data of rank 0 have the row_contents {'num_users': ")
     assert ", those of rank 1 {'num_users': " in first and "'num_interactions': 7}; ranks share the rows" in first
 
 

@@ -226,6 +226,6 @@ def test_histories_of_as_many_users_and_items_have_other_contents(tmp_path):
     found = [
         ParquetHistories(write(tmp_path / f"{i}.parquet", users), "item_id", "test") for i, users in enumerate(files)
     ]
-    first, other_item, other_lengths, same = (each.contents() for each in found)
+    first, other_item, other_lengths, same = (each.row_contents() for each in found)
     assert first == same and first not in (other_item, other_lengths)
     assert {first["num_users"], other_item["num_users"]} == {2} and first["num_interactions"] == 3
