@@ -89,7 +89,7 @@ def check_replaceable(target: Path, may_replace: Callable[[Path], bool], what: s
 
 def require_local(name: str, path: str | Path) -> None:
     """Raise ValueError for the URL of a store, such as s3://bucket/run: a folder named `s3:` would be made for it."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path), re.IGNORECASE):
         raise ValueError(
             f"{name} is {str(path)!r}; files are written to mounted disks, not to URLs: give a folder, such as the "
             "store's mount"

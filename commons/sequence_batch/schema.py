@@ -6,6 +6,7 @@ agreed schema. Messages contain a schema, as JSON, and the tensors of its leaves
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -221,13 +222,16 @@ class BatchSchema:
         return (*jagged, *(tensor.numel() for tensor in tensors[keyed:]))
 
     def require_same_fields(self, batch: Any) -> None:
-        """Raise ValueError if a copy of a batch of this schema has row fields of another form, or further ones.
+        """Raise ValueError if a copy of a batch of this schema has row fields of another form, or other ones.
 
         Further ones are not looked for below branches.
         """
         then = {each.path: each for each in self.rows}
-        new = ((name,) for name, value in batch_items(batch).items() if is_moved(value) and (name,) not in then)
-        now = {path: describe_leaf(path, value_at(batch, path)) for path in (*then, *new)}
+        now = {}
+        for path in dict.fromkeys((*then, *((name,) for name in batch_items(batch)))):
+            with contextlib.suppress(AttributeError, LookupError, TypeError):  # the copy has no such field
+                if is_moved(value := value_at(batch, path)):
+                    now[path] = describe_leaf(path, value)
         if changed := differences(then, now):
             path, before, after = changed[0]
             raise ValueError(

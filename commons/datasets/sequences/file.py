@@ -153,7 +153,7 @@ class SequenceFile:
     def _digest_of_manifest(self) -> int | None:
         try:
             return zlib.crc32((self.path / MANIFEST).read_bytes())
-        except OSError:
+        except FileNotFoundError:
             return None
 
     def _row_group(self, number: int) -> _RowGroup:

@@ -179,7 +179,8 @@ class ShuffleHandle:
         """Check that the handle may be finished with this batch, and mark it used.
 
         Raises:
-            ValueError: the handle has been used, or belongs to another batch, or no rank has a batch.
+            ValueError: the handle has been used, or belongs to another batch or one of other fields, or no rank has a
+                batch.
             TypeError: None instead of a batch.
         """
         if self._finished:
@@ -191,6 +192,8 @@ class ShuffleHandle:
                 "finished with handle.empty_batch(), on the device of the others: pass it"
             )
         if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
+            if type(batch).__name__ == schema.class_name:
+                schema.require_same_fields(batch)
             local = self.local
             mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
             sizes = (

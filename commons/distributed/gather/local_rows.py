@@ -17,7 +17,7 @@ from commons.perf_model.partitioner import as_int64_workloads
 from commons.perf_model.partitioner.core import encode_rows
 from commons.perf_model.partitioner.inputs import as_groups
 from commons.perf_model.task_estimator import AttentionTask
-from commons.sequence_batch.fields import Path, batch_items, path_name, require_dataclass
+from commons.sequence_batch.fields import Path, batch_items, field_names, path_name, require_dataclass
 from commons.sequence_batch.jagged_fields import require_sum
 from commons.sequence_batch.open_batch import open_batch, require_no_grad, require_one_device, row_counts
 from commons.sequence_batch.plain_values import register_type
@@ -187,9 +187,8 @@ class RowCosts:
         if self._mode != "off":
             before = batch_items(batch)
             costs = self._costs(batch, schema)
-            after = batch_items(batch)
-            if before.keys() != after.keys() or any(before[name] is not value for name, value in after.items()):
-                local, schema, leaves = self._fields_of(batch)  # the user's method has kept a value in the batch
+            if _keeps_in_field(batch, before):
+                local, schema, leaves = self._fields_of(batch)
             lengths = [leaves[field.path].lengths().view(len(field.keys), local.rows) for field in schema.jagged]
             kept = [leaves[field.path] for field in schema.host_fields]
             (workloads, groups, *rest), local.copied = _on_host([*costs, *lengths, *kept])
@@ -267,6 +266,22 @@ def counted_keys(schema: BatchSchema, features: tuple[str, ...] | None) -> np.nd
     keys = [key for field in schema.jagged for key in ((None,) * len(field.keys) if field.is_label else field.keys)]
     counted = [key is not None and (features is None or key in features) for key in keys]
     return np.flatnonzero(np.array(counted, dtype=bool))
+
+
+def _keeps_in_field(batch: Any, before: dict[str, Any]) -> bool:
+    """Whether a user's method has set a field of the batch; undoes what it has set in other attributes.
+
+    Such a cache is of the rows before the shuffle, and the batch's own `to` may not copy it. `before` are the items of
+    the batch before the call.
+    """
+    fields, missing = field_names(batch.__class__), object()
+    changed = [name for name, value in batch_items(batch).items() if before.get(name, missing) is not value]
+    for name in set(changed).difference(fields):
+        if name in before:
+            object.__setattr__(batch, name, before[name])
+        else:
+            object.__delattr__(batch, name)
+    return any(name in fields for name in changed)
 
 
 def _one_per_row(workloads: Any, rows: int) -> Any:

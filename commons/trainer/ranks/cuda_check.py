@@ -26,7 +26,7 @@ def driver_problem() -> str | None:
     try:
         torch.cuda.init()
     except RuntimeError as error:  # also raised without a driver, that is without a GPU
-        if any(words in str(error) for words in _FAILED):
+        if any(words in str(error) for words in _FAILED) and "stub library" not in str(error):
             return (
                 f"torch cannot use this machine's GPUs: {' '.join(str(error).split())}; the driver or a GPU has "
                 "failed: see nvidia-smi and dmesg, or choose device 'cpu'"

@@ -64,12 +64,15 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
             raise ValueError(problem)
     if not joins and ranks is not None:
         ranks.set_environment()
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        backend = dist.Backend("gloo" if device.type == "cpu" else "nccl")
+        timeout = dist.distributed_c10d._get_default_timeout(backend)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
         _require_device_of_rank_0(device, device_type, rank, store)
         if device.type == "cpu":
             torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
+            backend,
             store=dist.PrefixStore("default_pg", store),
             rank=rank,
             world_size=world_size,
@@ -118,8 +121,8 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
 def _require_device_of_rank_0(device: torch.device, device_type: DeviceType, rank: int, store: dist.Store) -> None:
     """Refuse a GPU here and none there: ranks with NCCL and ranks with gloo would wait for each other.
 
-    With "auto", one machine whose GPU has failed would be enough. The store may outlast an attempt, so that it has one
-    value, which rank 0 replaces.
+    With "auto", one machine whose GPU has failed would be enough. In a store that outlasts an attempt, a rank may read
+    the value of the attempt before, as with torch's own addresses there; then one more attempt fails.
     """
     key = "evenrank/device of rank 0"
     if rank == 0:

@@ -135,10 +135,10 @@ def test_verify_notices_damage_on_any_rank(damage, message):
 
 
 class CachingShuffler(SquareShuffler):
-    """Keeps its costs in the batch, as a property that caches does; a field of the class or an attribute."""
+    """Keeps its costs in the batch, as properties that cache do: in a field of the class, and in attributes."""
 
     def get_workloads(self, batch):
-        batch.kept = batch.costs = super().get_workloads(batch)
+        batch.kept = batch.costs = batch.known = super().get_workloads(batch)
         return batch.costs
 
 
@@ -146,18 +146,49 @@ class CachingShuffler(SquareShuffler):
 class CachingBatch(BaseBatch):
     kept: torch.Tensor | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.known = None
+
+    def to(self, device, non_blocking=False):
+        """A copy of the fields, as users write it."""
+        return CachingBatch(self.features.to(device), labels=self.labels.to(device), kept=self.kept.to(device))
+
 
 @on_two_ranks
-def test_what_get_workloads_keeps_in_a_batch_moves_with_the_rows():
-    own = [my_batch(seed, [6, 6], max_length=60 if dist.get_rank() == 0 else 1) for seed in range(4)]
+def test_what_get_workloads_keeps_in_a_field_moves_with_the_rows_and_other_attributes_are_dropped():
+    own = [my_batch(seed, [6, 6], max_length=60 if dist.get_rank() == 0 else 1) for seed in range(5)]
     batches = [CachingBatch(batch.features, labels=batch.sample_id) for batch in own]
     with closing(CachingShuffler()) as shuffler:
         results = [shuffler.shuffle(batch) for batch in batches[:2]]
         assert shuffler.last_stats.moved
-        results += windowed_iter(iter(batches[2:]), shuffler, 2)
+        handle = shuffler.start_shuffle(batches[2])
+        results.append(shuffler.finish_shuffle(batches[2].to("cpu"), handle))
+        results += windowed_iter(iter(batches[3:]), shuffler, 2)
         for result in results:
-            expected = SquareShuffler.get_workloads(shuffler, result)
-            assert torch.equal(result.costs, expected) and torch.equal(result.kept, expected)
+            assert torch.equal(result.kept, SquareShuffler.get_workloads(shuffler, result))
+            assert result.known is None and not hasattr(result, "costs")
+
+
+@dataclasses.dataclass
+class Forgetful(BaseBatch):
+    """Its own copy leaves out a field."""
+
+    weight: torch.Tensor | None = None
+
+    def to(self, device, non_blocking=False):
+        return Forgetful(self.features.to(device))
+
+
+@on_two_ranks
+def test_a_copy_that_lacks_a_field_is_refused_with_the_name_of_the_field():
+    own = my_batch(1, [6, 6])
+    batch = Forgetful(own.features, weight=torch.ones(own.batch_size))
+    with closing(SquareShuffler()) as shuffler:
+        said = error_of(shuffler.finish_shuffle, batch.to("cpu"), shuffler.start_shuffle(batch))
+    assert said.startswith(
+        "ValueError: field 'weight' is absent, and was tensor float32 [] when the shuffle was started"
+    )
 
 
 @dataclasses.dataclass
