@@ -149,9 +149,9 @@ def test_handles_are_used_once_and_on_their_own_batch():
 
         other = finished_with(batch.index_select([0, 1]))
         assert "started with a RichBatch of 4 rows" in other and "2 rows" in other
-        for labels in (None, batch.sample_id):
+        for labels, found in ((None, "absent"), (batch.sample_id, "tensor int64 []")):
             said = finished_with(dataclasses.replace(batch, labels=labels))
-            assert "and is finished with a RichBatch of 4 rows" in said
+            assert f"field 'labels' is {found}, and was jagged ['label'] float32, lengths int64 when the" in said
         batch.actual_batch_size = 3
         assert "of 4 rows, 3 of them real" in finished_with(batch)
         batch.actual_batch_size = 4
