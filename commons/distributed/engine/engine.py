@@ -175,7 +175,7 @@ class ShuffleEngine:
                     f"the handle of step {handle.step} belongs to another shuffler, which has its groups and stats: "
                     "finish a shuffle with the shuffler that started it"
                 )
-            handle.take(batch)
+            handle.take(batch, balances=self._options.mode == "balance")
         self._device = batch_device(batch)
         started = time.perf_counter()
         (result,) = session.exchange_rows(handle.step, prepared, [batch], pins=False)

@@ -175,8 +175,10 @@ class ShuffleHandle:
             "rank; the worker thread is stuck: look at its stack (py-spy dump), and restart from a checkpoint"
         )
 
-    def take(self, batch: Any) -> None:
+    def take(self, batch: Any, *, balances: bool) -> None:
         """Check that the handle may be finished with this batch, and mark it used.
+
+        With `balances`, rows may move, so that the batch's fields must have the form in which they were described.
 
         Raises:
             ValueError: the handle has been used, or belongs to another batch or one of other fields, or no rank has a
@@ -191,9 +193,9 @@ class ShuffleHandle:
                 f"the handle of step {self.step} is finished with None; a shuffle that was started without a batch is "
                 "finished with handle.empty_batch(), on the device of the others: pass it"
             )
+        if balances and type(batch).__name__ == schema.class_name:
+            schema.require_same_fields(batch)
         if not self._looks_like(batch, schema) or not self._belongs_to(batch, schema):
-            if type(batch).__name__ == schema.class_name:
-                schema.require_same_fields(batch)
             local = self.local
             mine = _describe(schema.class_name, local.rows, local.real_rows, sum(local.sizes))
             sizes = (

@@ -105,11 +105,10 @@ class RowExchange:
             by receiver; and the index array.
 
         Raises:
-            ValueError: the batches have other sizes than those that were planned, or fields of another form.
+            ValueError: the batches have other sizes than those that were planned.
         """
         buffer: list[torch.Tensor] = []
         for batch, (*_, aligns) in zip(batches, self.own_parts):
-            self.layout.schema.require_same_fields(batch)
             buffer += [part.words_of(part.tensor_of(batch)) for part in self.layout.parts]
             if aligns:
                 buffer.append(buffer[0].new_empty(aligns))

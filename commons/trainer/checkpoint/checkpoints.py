@@ -31,7 +31,6 @@ from commons.trainer.checkpoint.folder import (
     holds_checkpoint,
     latest_whole,
     make_empty,
-    make_marker,
     read_state,
     require_marker,
     require_none_after,
@@ -124,16 +123,15 @@ class Checkpointer:
             else:
                 progress, line = loaded, f"resumed after step {loaded.step}, from {self._loaded_from}"
         if self.saves:
-            on_rank_0(lambda: claim(self.folder, progress.step, self._damaged), self._device)
-            self._require_shared_folder()
+            self._claim_folder(progress.step)
             self._latest = progress.step
             if self._loaded_from is not None and self._loaded_from.resolve().parent == self.folder.resolve():
                 self._saved_at = progress.step
         return progress, line
 
-    def _require_shared_folder(self) -> None:
-        """Raise ValueError on all ranks if a rank would save to another folder: no checkpoint would be complete."""
-        marker = on_rank_0(lambda: make_marker(self.folder), self._device)
+    def _claim_folder(self, step: int) -> None:
+        """Create the folder; ValueError on all ranks if a rank would save to another: no checkpoint would be whole."""
+        marker = on_rank_0(lambda: claim(self.folder, step, self._damaged), self._device)
         try:
             on_all_ranks(lambda: require_marker(self.folder, marker), self._device)
         finally:

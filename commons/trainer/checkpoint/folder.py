@@ -198,33 +198,30 @@ def warn_of_damage(problem: object) -> None:
     logger.warning("%s; trying the checkpoint before it", problem)
 
 
-def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> None:
+def claim(folder: Path, step: int, damaged: Container[Path] = ()) -> str:
     """Create the folder for the checkpoints of a run that starts after `step` steps; ignores `damaged` checkpoints.
+
+    Returns:
+        The name of a new file in the folder, by which other ranks recognise it; see `require_marker`.
 
     Raises:
         ValueError: the folder cannot be created or written, or has complete checkpoints of later steps of another run.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder):
-            pass
+        require_none_after(folder, step, damaged, f"starts {f'after step {step}' if step else 'from the beginning'}")
+        descriptor, marker = tempfile.mkstemp(prefix=".shared-", dir=folder)
     except OSError as error:
         raise ValueError(
             f"ckpt_save_dir {folder} cannot be written ({error.strerror}); checkpoints are written there: choose "
             "another folder"
         ) from None
-    require_none_after(folder, step, damaged, f"starts {f'after step {step}' if step else 'from the beginning'}")
-
-
-def make_marker(folder: Path) -> str:
-    """Create a file in a folder, by which other ranks recognise it; returns its name."""
-    descriptor, path = tempfile.mkstemp(prefix=".shared-", dir=folder)
     os.close(descriptor)
-    return Path(path).name
+    return Path(marker).name
 
 
 def require_marker(folder: Path, name: str) -> None:
-    """Raise OSError if a folder lacks the file that rank 0 has created by `make_marker`, or cannot be written."""
+    """Raise OSError if a folder lacks the file that rank 0 has created by `claim`, or cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)  # NFS may remember for a minute that there was no folder
     if not (folder / name).is_file():
         raise FileNotFoundError(

@@ -170,25 +170,36 @@ def test_what_get_workloads_keeps_in_a_field_moves_with_the_rows_and_other_attri
             assert result.known is None and not hasattr(result, "costs")
 
 
+def left_out(weight):
+    return None
+
+
 @dataclasses.dataclass
-class Forgetful(BaseBatch):
-    """Its own copy leaves out a field."""
+class Weighted(BaseBatch):
+    """Its own copy converts a field, or leaves it out."""
 
     weight: torch.Tensor | None = None
+    change = torch.Tensor.int
 
     def to(self, device, non_blocking=False):
-        return Forgetful(self.features.to(device))
+        copied = super().to(device, non_blocking)
+        copied.weight = self.change(self.weight)
+        return copied
 
 
+@pytest.mark.parametrize("change, found", [(torch.Tensor.int, "tensor int32 []"), (left_out, "absent")])
 @on_two_ranks
-def test_a_copy_that_lacks_a_field_is_refused_with_the_name_of_the_field():
-    own = my_batch(1, [6, 6])
-    batch = Forgetful(own.features, weight=torch.ones(own.batch_size))
-    with closing(SquareShuffler()) as shuffler:
-        said = error_of(shuffler.finish_shuffle, batch.to("cpu"), shuffler.start_shuffle(batch))
-    assert said.startswith(
-        "ValueError: field 'weight' is absent, and was tensor float32 [] when the shuffle was started"
-    )
+def test_a_copy_of_other_fields_is_refused_in_every_step_if_rows_may_move(change, found):
+    batch = Weighted(my_batch(1, [6, 6]).features, weight=torch.ones(6))
+    said = {}
+    for mode in ("balance", "observe"):
+        with closing(SquareShuffler(ShufflerOptions(mode=mode))) as shuffler:
+            handle = shuffler.start_shuffle(batch)
+            with mock.patch.object(Weighted, "change", staticmethod(change)):
+                said[mode] = error_of(shuffler.finish_shuffle, batch.to(torch.device("cpu")), handle)
+    refused = f"ValueError: field 'weight' is {found}, and was tensor float32 [] when the shuffle was started; rows"
+    assert said["balance"].startswith(refused) and not said["observe"].startswith(refused)
+    assert found == "absent" or said["observe"] == "no error"
 
 
 @dataclasses.dataclass

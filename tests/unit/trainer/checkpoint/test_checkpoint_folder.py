@@ -66,7 +66,7 @@ def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     folder = tmp_path / "new" / "folder"
-    claim(folder, 0)
+    (folder / claim(folder, 0)).unlink()  # the marker for the other ranks
     assert list(folder.iterdir()) == []
     save(folder, 2)
     save(folder, 4)
@@ -75,6 +75,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
         claim(folder, 2)
     with pytest.raises(ValueError, match=r"and this run starts from the beginning; "):
         claim(folder, 0)
+    assert len(list(folder.glob(".shared-*"))) == 1  # of the run that may start
     (tmp_path / "file").touch()
     for place, why in ((tmp_path / "file", "File exists"), (Path("/proc"), "No such file")):  # a folder, but read-only
         with pytest.raises(ValueError, match=rf"{place} cannot be written \({why}.*\); .*: choose another folder"):
@@ -86,7 +87,7 @@ def test_an_unfinished_checkpoint_of_an_ended_run_is_removed(tmp_path):
     for name in ("step_00000003.tmp", "step_00000005.tmp", "step_00000007.tmp", "step_mine.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__9_0.distcp").touch()
-    claim(tmp_path, 4)
+    (tmp_path / claim(tmp_path, 4)).unlink()
     assert (tmp_path / "step_00000007.tmp").exists()  # the run that writes it may not have ended
     assert "__9_0.distcp" not in read_state(save(tmp_path, 5))["digests"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000004", "step_00000005", "step_mine.tmp"]
