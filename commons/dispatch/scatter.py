@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from commons.checks import as_boolean, as_count
+from commons.checks import as_boolean, as_count, take_python_scalars
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
 from commons.dispatch.home import in_order, result_rows
 from commons.dispatch.planning import Split, split_rows
@@ -36,6 +36,9 @@ class Source:
     rank: int  # the source, as a rank of the group
     group: dist.ProcessGroup | None  # `group` as the caller passed it
     timeout: float  # seconds after which a missing rank is reported
+
+    def __post_init__(self) -> None:
+        take_python_scalars(self)  # ranks compare the source as JSON
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +192,7 @@ def scatter_balanced(
         KeyError: on all ranks: a field to trim that the batch does not have, or a class that a rank has not imported.
         RankMissingError: a rank is missing after the timeout.
     """
+    source = Source(src, group, timeout)
     with closing(DispatchChannel(group, timeout)) as channel:
 
         def source_rows() -> tuple[Rows[Any], Split] | None:
@@ -198,8 +202,8 @@ def scatter_balanced(
             rows = Rows.of(batch)
             return rows, split_rows(rows, workloads, channel.world_size, equal_size=equal_size, groups=groups, pad=pad)
 
-        options = {"src": src, "equal_size": equal_size, "pad": pad}
-        share = scatter_rows(channel, "scatter_balanced", options, Source(src, group, timeout), trim, source_rows)
+        options = {"src": source.rank, "equal_size": equal_size, "pad": pad}
+        share = scatter_rows(channel, "scatter_balanced", options, source, trim, source_rows)
         assert share is not None  # noqa: S101  only a SingleRankLoader reaches the end of data
         return share
 

@@ -76,8 +76,8 @@ class SingleRankLoader(Iterable[Any]):
         self._batches = 0
         self._closed = False
         self._resume: dict[str, Any] | None = None
-        self._options = {"src": src, "equal_size": equal_size}
         self._source = Source(src, group, timeout)
+        self._options = {"src": self._source.rank, "equal_size": equal_size}
 
         def check() -> tuple[dict[str, Any], tuple[Trim, ...]]:
             as_boolean(pin_memory, "pin_memory")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def test_a_loader_that_was_not_closed_returns_its_groups():
 @on_ranks
 def test_every_row_of_every_batch_once(balanced):
     world_size, sizes = dist.get_world_size(), [8, 5, 12]
-    shares, batches = load(list(dict_batches(sizes)), balanced, src=world_size - 1)
+    shares, batches = load(list(dict_batches(sizes)), balanced, src=np.int64(world_size - 1))
     for step, size in enumerate(sizes):
         first, ids = sum(sizes[:step]), batches[step]["id"].tolist()
         assert ids == [first + row for row in shares[step]] and batches[step]["text"] == [f"t{row}" for row in ids]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -98,7 +97,7 @@ MISTAKES = {
         (lambda rank: {"trim": Trim("ab"[rank])}, "trim is [\"Trim(mask='a', lengths=None"),
         (lambda rank: {"src": 2}, "rank 0: src is 2, the group has 2 ranks; "),
         (lambda rank: {"equal_size": "no"}, "rank 0: equal_size is 'no'; it is True or False: choose one"),
-        (lambda rank: {"src": np.int64(0) if rank else 0}, "TypeError: rank 1: src is a numpy.int64; ranks compare"),
+        (lambda rank: {"src": torch.tensor(0) if rank else 0}, "TypeError: rank 1: src is a Tensor; ranks compare"),
         (lambda rank: {"groups": [1, 2, 3, 4]}, "rank 1: this rank passes groups, the source is rank 0"),
     ],
     gather_back: [

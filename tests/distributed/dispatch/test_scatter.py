@@ -136,7 +136,8 @@ def test_a_source_is_a_rank_of_its_group():
     group, dealt = dist.new_group([1, 3]), []
     if dist.get_rank() in (1, 3):
         is_source, rows = dist.get_rank() == 3, dense([1, 2, 3])
-        share = scatter_balanced(*((rows, [3, 2, 1]) if is_source else (None, None)), src=1, group=group)
+        src = np.int64(1) if is_source else 1  # as from an array of ranks
+        share = scatter_balanced(*((rows, [3, 2, 1]) if is_source else (None, None)), src=src, group=group)
         back, dealt = share.gather_back(share.batch), share.indices.tolist()
         assert torch.equal(back, rows) if is_source else back is None
     assert sorted(of_all(dealt)) == [0, 1, 2]
