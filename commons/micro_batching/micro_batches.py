@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -71,7 +70,7 @@ class MicroBatches(Sequence[B]):
             (micro_batches.loss_scale * loss_sum(model, micro_batch)).backward()
     """
 
-    batch: B  # the whole batch
+    batch: B  # the whole batch; fields that are added to it later are in the micro-batches too
     groups: list[list[int]]  # the rows of each micro-batch, ascending
     lengths: list[torch.Tensor]  # tokens of each row: for each micro-batch an int64 tensor `(rows of the micro-batch,)`
     num_tokens: list[int]  # the tokens of each micro-batch
@@ -141,13 +140,10 @@ class MicroBatches(Sequence[B]):
     @overload
     def __getitem__(self, index: slice) -> list[B]: ...
     def __getitem__(self, index: int | slice) -> B | list[B]:
+        rows = Rows.of(self.batch)  # on every access, because a caller may have added fields
         if isinstance(index, slice):
-            return [self._rows.select(rows).batch for rows in self.groups[index]]
-        return self._rows.select(self.groups[index]).batch
-
-    @cached_property
-    def _rows(self) -> Rows[B]:
-        return Rows.of(self.batch)
+            return [rows.select(group).batch for group in self.groups[index]]
+        return rows.select(self.groups[index]).batch
 
     def __repr__(self) -> str:
         rows, tokens = [len(group) for group in self.groups], self.num_tokens

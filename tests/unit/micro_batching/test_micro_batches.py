@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
@@ -99,6 +100,17 @@ def test_what_always_holds(packing, data):
         assert tokens[: top + 1] == sorted(tokens[: top + 1])
         assert tokens[top:] == sorted(tokens[top:], reverse=True)
         assert len(set(tokens)) < len(tokens) or abs(top - (len(tokens) - 1 - top)) <= 1
+
+
+@pytest.mark.parametrize("kind", [dict, lambda fields: TensorDict(fields, [4])])
+def test_fields_added_after_a_first_pass_are_in_the_next_one(kind):
+    """As in PPO: log-probabilities of the first pass, and then advantages; one plan for both."""
+    batch = kind({"id": torch.arange(4), "advantage": torch.zeros(4)})
+    micro_batches = pack_micro_batches(batch, MicroBatchSpec(max_tokens_per_mb=8), [2, 6, 5, 3])
+    batch["log_prob"] = micro_batches.restore([each["id"] * 10 for each in micro_batches])
+    batch["advantage"] = torch.ones(4)
+    for each in [*micro_batches, *micro_batches[:]]:
+        assert torch.equal(each["log_prob"], each["id"] * 10) and torch.equal(each["advantage"], torch.ones(2))
 
 
 def test_workloads_are_balanced_under_the_token_budget():
