@@ -102,7 +102,8 @@ def _loader(trainer: Trainer, lengths: Any, cost: Cost | None, padded: bool | No
     stock = type(trainer).get_train_dataloader(trainer)  # for its collator, columns and workers
     shuffles = _is_shuffled(trainer, stock)
     collator = trainer.data_collator
-    is_flat = getattr(collator, "padding_free", False) or type(collator).__name__ == "DataCollatorWithFlattening"
+    kinds = [kind.__name__ for kind in type(collator).__mro__]
+    is_flat = getattr(collator, "padding_free", False) or "DataCollatorWithFlattening" in kinds
     pads = not is_flat if padded is None else padded
     if pads:
         _require_counted_loss(trainer)

@@ -121,6 +121,16 @@ def test_a_batch_size_that_does_not_fit_is_halved(trainers, tmp_path):
     assert len(trainer.seen) == trainer.state.max_steps == -(-90 // trainer._train_batch_size)
 
 
+def test_a_collator_of_ones_own_that_flattens_needs_no_padded_micro_batches(trainers, tmp_path):
+    class Flattening(trainers.DataCollatorWithFlattening):
+        """As one that adds fields."""
+
+    trainer = trainers.make_trainer(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    trainer.data_collator = Flattening()
+    batches = trainers.balanced(trainer).get_train_dataloader().batch_sampler
+    assert {len(rows) for rows in batches} == {3}
+
+
 def test_processes_that_share_a_sample_are_refused(trainers, tmp_path):
     trainer = trainers.make_trainer(tmp_path)
     trainer.get_tp_size = lambda: 2
