@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -55,7 +55,7 @@ class BalancedChunks(Sequence[B]):
         """Largest load divided by the mean, minus 1; 0.0 if there is no load."""
         return imbalance(self.loads.numpy())
 
-    def restore(self, results: Sequence[R]) -> R:
+    def restore(self, results: Iterable[R]) -> R:
         """Join the results of all chunks into one batch, in the order of the whole batch and without padding.
 
         Args:

@@ -6,7 +6,7 @@ tensors in a node of the graph whose backward is a collective of all ranks: it m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,14 +53,14 @@ def in_order(parts: Sequence[Rows[R]], numbers: Sequence[torch.Tensor]) -> R:
     return Rows.concat(parts).select(torch.argsort(order[order >= 0])).batch
 
 
-def restore(results: Sequence[R], numbers: Sequence[torch.Tensor], part: str, parts: str) -> R:
+def restore(results: Iterable[R], numbers: Sequence[torch.Tensor], part: str, parts: str) -> R:
     """Join the results of all parts of a batch, in the order of its rows; `part` and `parts` are words for messages."""
-    if len(results) != len(numbers):
+    made = list(results)  # a generator has no length
+    if len(made) != len(numbers):
         raise ValueError(
-            f"there are {len(results)} results for {len(numbers)} {parts}; each {part} has one result: pass them in "
-            "order"
+            f"there are {len(made)} results for {len(numbers)} {parts}; each {part} has one result: pass them in order"
         )
-    rows = [result_rows(each, of, f"{part} {index}") for index, (each, of) in enumerate(zip(results, numbers))]
+    rows = [result_rows(each, of, f"{part} {index}") for index, (each, of) in enumerate(zip(made, numbers))]
     return in_order(rows, numbers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -162,7 +162,7 @@ class MicroBatches(Sequence[B]):
         """
         return torch.argsort(self.forward_indices)
 
-    def restore(self, results: Sequence[R]) -> R:
+    def restore(self, results: Iterable[R]) -> R:
         """Concatenate the results of all micro-batches, in the order of the batch's rows.
 
         Args:
@@ -175,7 +175,7 @@ class MicroBatches(Sequence[B]):
             results, [torch.tensor(group, device="cpu") for group in self.groups], "micro-batch", "micro-batches"
         )
 
-    def send_home(self, results: Sequence[R]) -> R | None:
+    def send_home(self, results: Iterable[R]) -> R | None:
         """Send the results of all micro-batches to the ranks that their rows are from, in the order of these rows.
 
         Collective after packing with joint=True; else `restore`, because no row has moved. Results per token of trimmed

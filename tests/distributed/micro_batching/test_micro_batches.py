@@ -155,7 +155,7 @@ def _all_that_holds(lengths_of, spec_of, options_of=None):
     moved = micro_batches.redistributed
     assert moved is not None and moved.batch is micro_batches.batch
     ids = [each["id"].tolist() for each in micro_batches]
-    home = micro_batches.send_home([{"id": each["id"], "more": each["id"] * 2.0} for each in micro_batches])
+    home = micro_batches.send_home({"id": each["id"], "more": each["id"] * 2.0} for each in micro_batches)
     if own:
         assert home["id"].tolist() == [100 * rank + row for row in range(len(own))]
         assert torch.equal(home["more"], home["id"] * 2.0)

@@ -56,7 +56,8 @@ def test_chunks_hold_every_row_once_and_results_come_back(kind, ids, data):
     assert as_values(result.restore(result.chunks)) == as_values(batch)
     predictions = [rows.double() for rows in result.indices]
     assert torch.cat(predictions)[result.inverse].tolist() == list(range(len(ids)))
-    assert result.restore(predictions).tolist() == list(range(len(ids)))
+    for results in (predictions, (each for each in predictions)):
+        assert result.restore(results).tolist() == list(range(len(ids)))
 
 
 @given(samples, st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans())
