@@ -56,8 +56,8 @@ def require_process_group(pg_group: Any) -> None:
     """Raise TypeError unless this is a process group, or `new_group`'s result on ranks outside of the group."""
     if not isinstance(pg_group, dist.ProcessGroup) and pg_group != dist.GroupMember.NON_GROUP_MEMBER:
         raise TypeError(
-            f"pg_group is of type {type(pg_group).__name__}; it must be a process group: pass the result of new_group, "
-            "or of get_group of a DeviceMesh"
+            f"the group is of type {type(pg_group).__name__}; it must be a process group: pass the result of "
+            "new_group, or of get_group of a DeviceMesh"
         )
 
 

@@ -128,7 +128,7 @@ OF_KNOWN_COUNTS = [
     (of_known, ValueError, r"global_count has shape \(1,\)", [torch.ones(1)]),
     (of_known, TypeError, r"global_count is of type (bool|str); it must be a number of loss terms", [True, "3"]),
     (of_known, TypeError, "global_count is a tensor on meta; it must be a number on the host", [ONE.to("meta")]),
-    (lambda group: global_mean_loss(ONE, 2, group), TypeError, r"pg_group is of type \w+; it must", ["dp", 3, [0]]),
+    (lambda group: global_mean_loss(ONE, 2, group), TypeError, r"the group is of type \w+; it must", ["dp", 3, [0]]),
 ]
 
 
