@@ -33,6 +33,7 @@ class PackedRows:
     # position in their values.
     places: torch.Tensor
     shape: tuple[int, int] | None  # rows and width of the padded batch; None for nested tensors
+    _fill: int = field(default=0, repr=False)  # tokens of the fill
     _offsets: torch.Tensor | None = field(default=None, repr=False)  # of the nested tensors
 
     @property
@@ -52,7 +53,7 @@ class PackedRows:
         Raises:
             ValueError: another number of tokens.
         """
-        length = self.inputs["position_ids"].shape[1]
+        length = self.num_tokens + self._fill  # not read from `inputs`, which a caller may change for a model
         if tuple(values.shape[:2]) != (1, length):
             raise ValueError(
                 f"values have shape {tuple(values.shape)}, the packed row has shape (1, {length}); there is one value "
@@ -152,6 +153,7 @@ def pack_rows(
         max_seqlen=int(lengths.max()),
         places=places,
         shape=shape,
+        _fill=fill,
         _offsets=offsets,
     )
 

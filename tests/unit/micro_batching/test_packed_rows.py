@@ -187,6 +187,14 @@ def test_rows_that_are_no_tensors(rows):
         pack_rows(rows)
 
 
+def test_outputs_are_unpacked_after_the_caller_has_changed_the_inputs():
+    """As the error for several positions per token advises: (3, 1, T), as of images, in place of position_ids."""
+    packed = pack_rows({**padded([2, 3]), "positions": torch.zeros(2, 3, 3)}, pad_to_multiple_of=4)
+    for positions in (packed.inputs.pop("positions").permute(2, 0, 1), None):
+        packed.inputs["position_ids"] = positions
+        assert packed.unpack(torch.arange(8).view(1, 8)).tolist() == [[0, 1, 0], [2, 3, 4]]
+
+
 def test_outputs_and_labels_of_another_shape():
     packed = pack_rows(padded([2, 3]))
     with pytest.raises(ValueError, match=r"values have shape \(1, 4\), the packed row has shape \(1, 5\)"):
