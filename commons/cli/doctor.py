@@ -254,6 +254,8 @@ class Packages:
         if len(builds) == 1:
             yield self._package("fbgemm", "fbgemm_gpu", mended, found)
         else:
+            if not builds:
+                self._absent.add("fbgemm_gpu")
             yield Finding("fbgemm", WRONG, found, mended)
         mended = f'pip install --force-reinstall --no-deps "torchrec=={wanted}.*"'
         yield self._package("torchrec", "torchrec", mended)

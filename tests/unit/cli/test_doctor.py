@@ -125,7 +125,10 @@ def test_what_a_package_needs_itself(versions, monkeypatch, said):
     versions["numpy"] = None
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'numpy'")})
     assert "torchrec note 1.8.0; not checked, because numpy cannot be imported" in said(1)
-    versions["numpy"] = "2.4.6"
+    versions.update({"numpy": "2.4.6", "fbgemm-gpu-cpu": None})
+    load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'fbgemm_gpu'")})
+    assert "torchrec note 1.8.0; not checked, because fbgemm_gpu cannot be imported" in said(1)
+    versions["fbgemm-gpu-cpu"] = "1.8.0"
     load(monkeypatch, {"torchrec": ModuleNotFoundError("No module named 'torchrec.types'")})
     assert 'torchrec: pip install --force-reinstall --no-deps "torchrec==1.8.*"' in said(1)
 
