@@ -141,10 +141,10 @@ class LengthOptions(RowCost, LengthReading):
         require_at_least("seed", self.seed, 0)
         if self.max_length is not None:
             require_at_least("max_length", self.max_length, 1)
-        for name in ("peak_tflops", "link_gbps"):
+        for name, unit in (("peak_tflops", "10^12 operations"), ("link_gbps", "10^9 bits")):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise ValueError(f"{name} is {value}; rates are positive: correct it")
+                raise ValueError(f"{name} is {value}; it is above 0, below 1e9, and in {unit} per second: correct it")
         if not 0 < self.mfu <= 1:
             raise ValueError(f"mfu is {self.mfu}; it is the reached fraction of the peak, in (0, 1]: correct it")
         if self.task == "tokens" and self.peak_tflops is not None:

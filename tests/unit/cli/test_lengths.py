@@ -247,6 +247,7 @@ OPTIONS = [
     ),
     ([*ZIPF, "--task", "transformer", "--concat-ux"], "dimensions of HSTU: leave them out"),
     ([*ZIPF, "--task", "tokens", "--max-attn-len", "9"], "dimensions of HSTU: leave them out"),
+    ([*ZIPF, "--peak-tflops", "9.89e14"], "below 1e9, and in 10^12 operations per second"),
     ([*ZIPF, "--task", "tokens", "--peak-tflops", "9"], "the peak is in operations and not in tokens"),
     ([*ZIPF, "--window", "64", "--steps", "8"], "window is (64,) and steps is 8"),
     ([*ZIPF, "--config", "run.toml"], "--config is run.toml and --lengths is zipf:1.2:9; simulate"),
