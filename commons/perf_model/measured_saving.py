@@ -3,7 +3,7 @@
 A step takes as long as its slowest rank, so its time rises with the largest trained load. The slope of time over load,
 over the last steps, is the time of a unit of load in this run. The measured saving is this slope times the reduction of
 the largest load. The slope is Theil and Sen's (Sen 1968), the median over all pairs of steps, which a few slow steps do
-not change.
+not change. It is at most the median time ÷ the median load.
 """
 
 from __future__ import annotations
@@ -39,5 +39,7 @@ class MeasuredSaving:
             return None
         # Scaled, because loads may be as large as 10^15.
         scale = loads.max()
-        slope, _, low, _ = theilslopes(times, loads / scale, alpha=0.95)
+        slope, fixed, low, _ = theilslopes(times, loads / scale, alpha=0.95)
+        if fixed < 0:  # a step without load would take less than no time: the work is the whole step
+            slope = np.median(times) / np.median(loads / scale)
         return float(slope / scale) if low > 0 else None

@@ -117,6 +117,13 @@ def test_the_saving_is_what_the_steps_show():
     assert saving.ms_per_load() == pytest.approx(3e-13, rel=0.1, abs=0)
 
 
+def test_the_work_takes_at_most_the_step():
+    saving = MeasuredSaving()
+    for load in range(100, 200):
+        saving.add(load, 5.0 * load - 400)  # a step without load would take less than no time
+    assert saving.ms_per_load() == pytest.approx((5.0 * 149.5 - 400) / 149.5)
+
+
 def test_no_saving_is_claimed_without_evidence():
     generator = np.random.default_rng(1)
     flat, even = MeasuredSaving(), MeasuredSaving()
