@@ -116,7 +116,6 @@ def _rows(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) ->
 def _column(report: RunReport) -> dict[str, dict[str, str]]:
     """The cells of a run, by section and label; "" for unknown values."""
     speed, gain, time, background = report.speed, report.gain, report.step_time, report.background
-    is_moved = report.balancing == "balanced" and not report.by_work
     total, parts = (None, {}) if time is None else (time.total, time.parts())
     parts = parts if len(parts) > 1 else {}  # without a slope, the only part is the whole step
     return {
@@ -141,10 +140,10 @@ def _column(report: RunReport) -> dict[str, dict[str, str]]:
             "speed-up of a step, measured": format_number("{:.2f}×", gain.step),
             "  by the calibration": format_number("{:.2f}×", gain.predicted_step),
             "saved by speeds, of own work": _speeds(report),
-            "tokens moved": format_number("{:.1%}", gain.token_fraction_moved if is_moved else None),
-            "kB sent by rank 0 in a step": f"{(gain.bytes_sent or 0) / 1e3:,.1f}" if is_moved else "",
+            "tokens moved": format_number("{:.1%}", gain.token_fraction_moved if report.moves_rows else None),
+            "kB sent by rank 0 in a step": f"{(gain.bytes_sent or 0) / 1e3:,.1f}" if report.moves_rows else "",
             "steps not worth it (gated)": format_number("{:.0%}", gain.gated or None),
-            "imbalance of keys": _change(gain.lookups_before, gain.lookups_after if is_moved else None),
+            "imbalance of keys": _change(gain.lookups_before, gain.lookups_after if report.moves_rows else None),
         },
         "a mean step, ms": {
             **{

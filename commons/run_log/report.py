@@ -69,7 +69,7 @@ class Background:
 
     gather_ms: float  # gather of the rows' metadata
     plan_ms: float
-    exchange_ms: float | None  # exchange of windows, which overlaps with the steps; None without a window
+    exchange_ms: float | None  # exchange of windows, which overlaps with the steps; None if no window moves rows
     hidden: float  # fraction of gather and plan that no step waited for
 
 
@@ -97,7 +97,8 @@ class RunReport:
         self.step_time = step_time_of(log, self.trained)  # None if no line has times
         self.gain = _gain_of(log, self.balancing, self.step_time)
         self.time_fit = time_fit_of(log, self.trained)
-        self.background = _background_of(log, self.window)  # None without a shuffler, or in mode "off"
+        # None without a shuffler, or in mode "off"
+        self.background = _background_of(log, exchanges=self.moves_rows and self.window > 1)
         self.slow_ranks = _slow_ranks(log)  # the slowest first
         self.given_less = _given_less(log)  # ranks that get less work because of their `speeds`, the slowest first
         loss = float(log.column("loss")[-1])
@@ -109,6 +110,11 @@ class RunReport:
     def trained(self) -> Literal["before", "after"]:
         """The suffix of the columns with the trained loads: before or after balancing."""
         return "after" if self.balancing == "balanced" else "before"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether the shuffler moves rows; with a sampler they are read where they are trained."""
+        return self.balancing == "balanced" and not self.by_work
 
     @property
     def is_as_loaded(self) -> bool:
@@ -202,11 +208,11 @@ def _step_gain(step_time: StepTime, saved: float | None, balancing: Balancing) -
     return ratio(step_time.total, step_time.total - saved)
 
 
-def _background_of(log: RunLog, window: int) -> Background | None:
+def _background_of(log: RunLog, *, exchanges: bool) -> Background | None:
     gather, plan = log.mean("gather_ms"), log.mean("plan_ms")
     if gather is None or plan is None:
         return None
-    exchange = log.mean("exchange_ms") if window > 1 else None
+    exchange = log.mean("exchange_ms") if exchanges else None
     return Background(gather, plan, exchange, log.mean("hidden_fraction") or 0.0)
 
 
