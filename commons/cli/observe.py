@@ -238,7 +238,8 @@ def _as_loaded(ranks: list[dict[str, np.ndarray]], cost: RowCost) -> tuple[Loade
 
 def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, str]:
     """The time of a step as a function of its largest load, None if the recorded times do not follow it; and a note."""
-    fit = fit_times("steps", rows.as_loaded.loads.max(axis=1).astype(np.float64), seconds * 1e3)
+    largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
+    fit = fit_times("steps", largest, seconds * 1e3)
     if fit is None:
         known = np.count_nonzero(np.isfinite(seconds))
         return None, f"{known} steps have times; 20 steps with different loads are needed to fit the cost of a load."
@@ -248,7 +249,9 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
             "speed-ups are ratios of loads, and another --task may predict the cost of a row better."
         )
     note = f"The largest loads explain {fit.r_squared:.0%} of the step times' variance."
-    return StepCost(fit.ms_per_load, max(0.0, fit.fixed_ms)), note
+    # If a step without load would take less than no time, the work is the whole step.
+    whole = 1e3 * float(np.nansum(seconds) / largest[np.isfinite(seconds)].sum())
+    return StepCost(min(fit.ms_per_load, whole), max(0.0, fit.fixed_ms)), note
 
 
 def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:
