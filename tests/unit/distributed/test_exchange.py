@@ -4,6 +4,8 @@ That rows arrive whole: tests/distributed/distributed/test_shuffler.py.
 """
 
 import re
+from dataclasses import dataclass, field
+from typing import ClassVar
 from unittest import mock
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.shared.one_of_many_ranks import packed_rows, planned_exchange, words_of_rows
+from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed.exchange import verification
 from commons.distributed.exchange.payload import PayloadLayout
 from commons.distributed.exchange.verification import checksums
@@ -103,14 +106,22 @@ def test_the_host_knows_the_rows_of_a_result_on_a_device(case):
             assert known.tolist() == [each + padding for each in true.view(len(known), -1).tolist()]
 
 
-def test_the_host_knows_candidates_that_have_moved():
-    batches = [random_hstu_batch(4, max_num_candidates=3, actual_batch_size=3, seed=seed) for seed in range(2)]
+@dataclass
+class VisitsBatch(HSTUBatch):
+    host_fields: ClassVar[tuple[str, ...]] = ("num_candidates", "visits")
+    visits: torch.Tensor = field(kw_only=True)
+
+
+def test_the_host_knows_numbers_of_rows_that_have_moved():
+    drawn = [random_hstu_batch(4, max_num_candidates=3, actual_batch_size=3, seed=seed) for seed in range(2)]
+    batches = [VisitsBatch(**vars(batch), visits=batch.num_candidates.int() * 10) for batch in drawn]
     counts = np.concatenate([batch.num_candidates[:3].numpy() for batch in batches])
-    plan = plan_for(batches, [1, 0, 0, 1, 0, 1], counts[:, None])
+    plan = plan_for(batches, [1, 0, 0, 1, 0, 1], np.stack([counts, 10 * counts], axis=1))
     for exchange, batch, rows in zip(exchanges_for(plan, batches), batches, ([1, 2, 4], [0, 3, 5])):
         on_device = unpacked_on_meta(exchange, batch)
         assert on_device.host_values("num_candidates").tolist() == [*counts[rows], 0]
-        assert on_device.num_candidates.dtype == torch.int64
+        assert on_device.host_values("visits").tolist() == [*(10 * counts[rows]), 0]
+        assert (on_device.num_candidates.dtype, on_device.visits.dtype) == (torch.int64, torch.int32)
 
 
 def test_only_moved_rows_are_sent():
