@@ -90,14 +90,15 @@ def attention_of(
     The function takes whether to use the kernels or the reference, and a dtype; it returns the output and the
     gradients of the tokens and of the biases.
     """
-    generator = torch.Generator().manual_seed(seed)
+    # On the host, whatever torch's default device is: the generator is there.
+    on_host: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
     tokens, longest = sum(rows[0]), max([1, *rows[0]])
     width, heads = 2 * longest - 1, (num_heads, kind.head_dim)
-    drawn = torch.randn(tokens, 4 * num_heads * kind.head_dim, generator=generator).mul_(kind.head_dim**-0.25)
+    drawn = torch.randn(tokens, 4 * num_heads * kind.head_dim, **on_host).mul_(kind.head_dim**-0.25)
     drawn = drawn.to(device, kind.dtype)
-    biases = torch.randn(num_heads, width + _NUM_BUCKETS, generator=generator).to(device)
-    seconds = torch.randint(0, _GAP, (tokens,), generator=generator).cumsum(0).to(device)
-    lengths, targets, contextual = (torch.tensor(each, dtype=torch.int64) for each in rows)
+    biases = torch.randn(num_heads, width + _NUM_BUCKETS, **on_host).to(device)
+    seconds = torch.randint(0, _GAP, (tokens,), **on_host).cumsum(0).to(device)
+    lengths, targets, contextual = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in rows)
     masks: dict[str, Any] = {
         "is_causal": kind.is_causal,
         "target_group_size": kind.target_group_size,

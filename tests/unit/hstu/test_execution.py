@@ -101,6 +101,17 @@ def test_attention_of_pytorch_is_a_candidate(monkeypatch, pytorch, kernels, said
     assert found is None if said is None else re.search(said, found)
 
 
+def test_what_is_compared_does_not_depend_on_the_default_device_of_a_script():
+    """On CUDA, torch would not draw with the host's generator, and the kernels would count as broken."""
+    kind = triton_launch.LayerKind(torch.float32, 16, True, True, 2, True, True)
+    found = []
+    for default in (CPU, torch.device("meta")):
+        with default:
+            run = triton_agreement.attention_of(CPU, kind, (60, 20, 5), (4, 0, 5), (1, 2, 0))
+            found.append(run(False, torch.float32))
+    assert all(map(torch.equal, *found)) and float(found[0][0].abs().sum()) > 0
+
+
 def test_what_is_compared_runs_in_the_blocks_that_were_chosen(monkeypatch):
     """A narrow window, which shows more, is that of another kind of layer: its blocks are not measured anew."""
     kind = triton_launch.LayerKind(torch.bfloat16, 64, True, False, 1, True, False, window=512)
