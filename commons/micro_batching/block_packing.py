@@ -13,7 +13,7 @@ import numpy as np
 
 from commons.micro_batching.allocation import get_allocate_fn
 from commons.micro_batching.fewest_groups import group_of_each, in_order
-from commons.micro_batching.first_fit import split_heaviest
+from commons.micro_batching.first_fit import l2_bound, split_heaviest
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import numbered, sum_by_rank
 from commons.perf_model.partitioner import partition, refine
@@ -116,7 +116,11 @@ class BlockPacking:
         tokens = tokens_of(spec, blocks, lengths, workloads is not None)
         require_blocks(spec, blocks, f"the batch has {blocks}")
         costs = None if workloads is None else blocks.sums(workloads)
-        return cls(spec, blocks, tokens, costs, _allocate(spec, tokens, spec.n_mbs))
+        try:
+            fewest = _allocate(spec, tokens, spec.n_mbs)
+        except ValueError as error:  # it names the allocator's arguments
+            raise no_packing(spec, tokens, f"the batch has {blocks}") from error
+        return cls(spec, blocks, tokens, costs, fewest)
 
     @property
     def num_fewest(self) -> int:
@@ -203,6 +207,22 @@ def require_blocks(spec: MicroBatchSpec, blocks: RowBlocks, found: str, num_rank
         if number * num_ranks > len(blocks):
             remedy = f"lower {name}" if number > 1 else "use fewer ranks"
             raise ValueError(f"{name} is {number}, {found}; no micro-batch is empty: {remedy} or pass more rows")
+
+
+def fewest_bins(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
+    """A lower bound of the number of micro-batches, over all ranks, that keep the budget."""
+    return l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens))
+
+
+def no_packing(spec: MicroBatchSpec, tokens: np.ndarray, found: str, num_ranks: int = 1) -> ValueError:
+    """The error if the blocks fit no allowed number of micro-batches of the ranks; `found` as for `require_blocks`."""
+    needed, least, of_ranks = fewest_bins(spec, tokens), spec.n_mbs * num_ranks, "ranks · " if num_ranks > 1 else ""
+    limit = "" if spec.max_tokens_per_mb is None else f" of at most {spec.max_tokens_per_mb} tokens"
+    return ValueError(
+        f"{found}, which need {max(needed, least)} or more micro-batches{limit}, in number a multiple of "
+        f"{spec.n_mbs_divisor * num_ranks} ({of_ranks}n_mbs_divisor), none of them empty: "
+        f"{'lower n_mbs' if least > needed else 'raise max_tokens_per_mb'}, lower n_mbs_divisor or pass more rows"
+    )
 
 
 def _require_room(spec: MicroBatchSpec, blocks: RowBlocks, tokens: np.ndarray) -> None:

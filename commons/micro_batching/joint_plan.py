@@ -21,12 +21,13 @@ from commons.micro_batching.block_packing import (
     BlockPacking,
     RowBlocks,
     budget_of,
+    fewest_bins,
     in_order_of,
+    no_packing,
     require_blocks,
     tokens_of,
 )
 from commons.micro_batching.fewest_groups import in_order
-from commons.micro_batching.first_fit import l2_bound
 from commons.micro_batching.spec import MicroBatchSpec
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.grid import partition_grid
@@ -145,7 +146,7 @@ class _Cells:
 
     def fewest(self) -> int:
         """A lower bound of the number of micro-batches of a rank."""
-        spec, needed = self.spec, -(-_fewest_bins(self.spec, self.tokens) // self.num_ranks)
+        spec, needed = self.spec, -(-fewest_bins(self.spec, self.tokens) // self.num_ranks)
         return -(-max(spec.n_mbs, needed) // spec.n_mbs_divisor) * spec.n_mbs_divisor
 
     def grid(self, number: int) -> tuple[float, list[np.ndarray]]:
@@ -198,21 +199,7 @@ def _pack(
     except ValueError as error:
         if may_fail:
             return None
-        raise _no_packing(spec, blocks, lengths, num_ranks) from error
-
-
-def _fewest_bins(spec: MicroBatchSpec, tokens: np.ndarray) -> int:
-    return l2_bound(np.sort(tokens)[::-1], budget_of(spec, tokens))
-
-
-def _no_packing(spec: MicroBatchSpec, blocks: RowBlocks, lengths: np.ndarray, num_ranks: int) -> ValueError:
-    divisor = spec.n_mbs_divisor * num_ranks
-    fewest = max(_fewest_bins(spec, blocks.sums(lengths)), spec.n_mbs * num_ranks)
-    return ValueError(
-        f"{_rows_of(num_ranks, blocks)}, which need {fewest} or more "
-        f"micro-batches of at most {spec.max_tokens_per_mb} tokens, in number a multiple of {divisor} (ranks · "
-        "n_mbs_divisor), none of them empty: raise max_tokens_per_mb, lower n_mbs_divisor or pass more rows"
-    )
+        raise no_packing(spec, blocks.sums(lengths), _rows_of(num_ranks, blocks), num_ranks) from error
 
 
 def _rows_of(num_ranks: int, rows: RowBlocks) -> str:

@@ -198,6 +198,13 @@ def test_the_number_is_a_multiple_also_above_the_bound():
             "the 2 ranks have 5 rows together, which need 5 or more micro-batches of at most 8 tokens, in number a "
             "multiple of 2 .*: raise max_tokens_per_mb",
         ),
+        (
+            [3] * 5,
+            [3, 2],
+            {"n_mbs": 2, "n_mbs_divisor": 2, "max_tokens_per_mb": 4},
+            "which need 5 or more micro-batches of at most 4 tokens, in number a multiple of 4 .*: raise max_tokens_",
+        ),
+        ([3] * 7, [3, 4], {"n_mbs": 3, "n_mbs_divisor": 2}, "need 6 or more micro-batches, in number a multiple of 4 "),
     ],
 )
 def test_mistakes(lengths, rows_per_rank, options, message):

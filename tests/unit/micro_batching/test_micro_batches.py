@@ -198,7 +198,12 @@ def test_metrics_are_those_of_the_packing():
         ([1, 1], {"n_mbs": 3}, "n_mbs is 3, the batch has 2 rows; no micro-batch is empty: lower n_mbs"),
         ([1] * 4, {"n_mbs": 3, "granularity": 2}, "n_mbs is 3, the batch has 4 rows in 2 blocks; no micro-batch"),
         ([1] * 5, {"n_mbs_divisor": 8}, "n_mbs_divisor is 8, the batch has 5 rows; no micro-batch is empty"),
-        ([1] * 5, {"n_mbs_divisor": 3, "n_mbs": 4}, "the next multiple of n_groups_divisor 3 is 6, there are 5 rows"),
+        (
+            [1] * 5,
+            {"n_mbs_divisor": 3, "n_mbs": 4},
+            "^the batch has 5 rows, which need 4 or more micro-batches, in number a multiple of 3 .n_mbs_divisor., "
+            "none of them empty: lower n_mbs, lower n_mbs_divisor or pass more rows$",
+        ),
         ([1, -1], {}, r"lengths\[1\] is -1"),
     ],
 )
