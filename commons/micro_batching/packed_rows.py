@@ -78,7 +78,7 @@ def pack_rows(
     Tokens must not attend to other rows: position ids restart in every row, and `cu_seqlens` separates the rows in
     attention, or a mask for models that do not take `cu_seqlens`. The batch's own position ids are replaced; they must
     count up by 1 in every row. The first label of every row becomes `ignore_index`, because a causal model would
-    predict it from the last token of the row before.
+    predict it from the last token of the row before. A loss mask of your own is not changed: make it 0 there.
 
     Args:
         batch: dict or TensorDict of tensors, in one of two forms. Padded, as Hugging Face's models take it:
