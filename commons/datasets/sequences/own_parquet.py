@@ -284,6 +284,8 @@ class EventFiles:
             other = str(action.value)
         elif not (is_text or is_boolean):
             # The lowest precision of the column in the files: 4.1 is not equal to the float32 nearest to it.
+            if pa.types.is_float16(kind):  # which DuckDB reads as float32
+                other = sql_text(str(float(np.float16(action.value))))
             precision = "FLOAT" if name in self._float32 else "DOUBLE"
             value, other = f"{value}::{precision}", f"{other}::{precision}"
         no_nan = f" AND NOT isnan({value})" if pa.types.is_floating(kind) and action.operator != "!=" else ""
