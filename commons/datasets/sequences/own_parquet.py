@@ -261,14 +261,16 @@ class EventFiles:
     def _done_by(self, action: Action) -> str:
         """SQL that is true for events with the action; a condition is false for a null, and only != is true for NaN."""
         name, kind, where = action.column, self._kinds[action.column], self._where(action.column)
-        value = sql_name(name)
+        value, is_text = sql_name(name), _family(kind) == "text"
+        if not (is_text or _is_number(kind) or pa.types.is_boolean(kind)):
+            raise ValueError(f"{where} is of type {kind}; actions are numbers, booleans or texts: convert the column")
         if action.operator is None:
-            if not (_is_number(kind) or pa.types.is_boolean(kind)):
+            if is_text:
                 raise ValueError(f"{where} is of type {kind}; {_NO_ACTION.format(name)}")
             done = value if pa.types.is_boolean(kind) else f"{value} = 1"
             wrong = "false" if pa.types.is_boolean(kind) else f"{value} NOT IN (0, 1)"
             return _without_nulls(name, _checked(name, done, wrong, f"' has ' || {value}", _NO_ACTION.format(name)))
-        is_text, compares_number = _family(kind) == "text", isinstance(action.value, (int, float))
+        compares_number = isinstance(action.value, (int, float))
         if is_text and compares_number and action.operator not in ("==", "!="):
             raise ValueError(
                 f"{where} is of type {kind}, {action.text!r} compares with a number; texts are ordered alphabetically, "

@@ -53,6 +53,14 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
         (EventColumns("uid", "iid", "ts", actions=("gender",)), {}, "is of type string; an action is 0 or 1, or a"),
         (EventColumns("uid", "iid", "ts", actions=("stars",)), {}, "has a null in row 3, counted from 1;"),
         (EventColumns("uid", "iid", "ts", actions=("stars >= many",)), {}, "cannot be compared as in 'stars >= many'"),
+        *(
+            (
+                EventColumns("uid", "iid", "ts", actions=(action,)),
+                {"stars": pa.array([1, 2, 3, 4, 5], pa.decimal128(3, 1))},
+                "is of type decimal128(3, 1); actions are numbers, booleans or texts: convert the column",
+            )
+            for action in ("stars", "stars >= 4")  # a decimal cannot be compared
+        ),
         (
             EventColumns("uid", "iid", "ts", actions=("gender >= 3",)),
             {},
