@@ -54,6 +54,7 @@ class Epochs:
         most_batches: batches per epoch of the rank with the most batches.
 
     Raises:
+        TypeError: the loader has no length.
         ValueError: the ranks would compute different plans, the sampler was made for another data set, the schedule is
             in rows and the sampler does not state them, the sampler cannot balance the data, or rows are balanced when
             they are loaded and the shuffler has groups.
@@ -88,7 +89,7 @@ class Epochs:
         batch_sampler = getattr(loader, "batch_sampler", None)
         self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
-        own_batches = torch.tensor([len(loader)], device=recipe.device)
+        own_batches = torch.tensor([_length(loader)], device=recipe.device)
         self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
         # The open epoch and the place where it was opened.
         self._epoch, self._start = 0, EPOCH_START
@@ -240,6 +241,17 @@ class Epochs:
                 f"the checkpoint ends within epoch {self._epoch}, and {type(self._sampler).__name__} cannot begin "
                 "there; resuming needs a sampler with start_at(row): use a sampler of commons.datasets.samplers.epoch"
             )
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    """The number of batches of a loader."""
+    try:
+        return len(loader)
+    except TypeError as error:  # torch's message names the type of the data set
+        raise TypeError(
+            f"the training loader has no length ({error}); the trainer counts an epoch's batches before it begins: "
+            "define __len__ of the data set"
+        ) from None
 
 
 def _require_no_groups(args: TrainerArgs, shuffler: BaseTaskBalancedBatchShuffler) -> None:

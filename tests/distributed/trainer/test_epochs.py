@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, ShardedBatchSampler
@@ -22,6 +22,11 @@ from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
 
 
 def epochs_of(loader, by=None, **args):
@@ -49,6 +54,7 @@ def test_a_loader_of_the_users_own():
         (None, "ValueError: schedule_in is 'rows' and the sampl"),  # which needs a sampler that knows them
     ):
         assert said in error_of(_open, workloads)
+    assert "define __len__ of the data set" in error_of(epochs_of, DataLoader(Stream()))
 
 
 @on_two_ranks
