@@ -26,7 +26,7 @@ from tests.soak.ranks import RankReport, run
 from tests.soak.streams import KINDS, Stream
 
 # Their outcome does not hang on how fast the machine is.
-QUICK = ("aborted", "other options", "packed", "corrupted digest", "clocks", "workloads: negative")
+QUICK = ("aborted", "other options", "packed", "planning", "corrupted digest", "clocks", "workloads: negative")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler
 from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.perf_model.shuffle_plan import ShufflePlan
+from commons.perf_model.shuffle_plan import ShufflePlan, ShufflePlanner
 from tests.faults import acts, kinds
 from tests.faults.trials import Trial
 
@@ -53,6 +53,7 @@ class Injector:
         self._around(ShuffleSession, "exchange_rows", before=kinds.BEFORE_EXCHANGE, after=kinds.AFTER_EXCHANGE)
         self._around(RowExchange, "send_rows", after=kinds.IN_EXCHANGE)
         self._around(RowExchange, "pack", before=kinds.PACK)
+        self._around(ShufflePlanner, "plan_messages", after=kinds.PLAN)
         self._around(ShufflePlan, "digest", after=kinds.DIGEST)
         self._around(FileSystemWriter, "write_data", before=kinds.CHECKPOINT)
 

@@ -11,7 +11,8 @@ BEFORE_GATHER, BEFORE_PLAN = "before the gather", "between gather and plan"
 BEFORE_EXCHANGE, IN_EXCHANGE, AFTER_EXCHANGE = "between plan and exchange", "in the exchange", "after the exchange"
 MODEL = "model"
 # Where a value is changed, or something of the product's own fails.
-OPTIONS, BATCH, PACK, DIGEST, WORKER, CHECKPOINT = "options", "batch", "pack", "digest", "worker", "checkpoint"
+OPTIONS, BATCH, PLAN, DIGEST, PACK = "options", "batch", "plan", "digest", "pack"
+WORKER, CHECKPOINT = "worker", "checkpoint"
 
 PHASES = (BEFORE_GATHER, BEFORE_PLAN, BEFORE_EXCHANGE, IN_EXCHANGE, AFTER_EXCHANGE)
 EVERYWHERE = (CONSTRUCTION, LOADER, WORKLOADS, *PHASES, MODEL)
@@ -114,7 +115,7 @@ _KINDS = (
         "OutOfMemoryError: tried to allocate",
         places=(PACK,),
     ),
-    _told("out of memory while planning", "memory_error", DIGEST, r"rank {rank}: MemoryError"),
+    _told("out of memory while planning", "memory_error", PLAN, r"rank {rank}: MemoryError"),
     # A rank lies.
     _told("workloads: NaN", "workloads_nan", WORKLOADS, r"(ValueError|TypeError): rank {rank}: .*workloads"),
     _told("workloads: negative", "workloads_negative", WORKLOADS, r"ValueError: rank {rank}: workloads\[\d+\] is -"),
