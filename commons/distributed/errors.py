@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +108,14 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
 def name_ranks(ranks: Sequence[int]) -> str:
     """Ranks in words, such as "rank 3" or "ranks 1, 2 and 30 more"."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
+def name_errors(text_of_rank: Mapping[int, str]) -> str:
+    """Errors in words, such as "rank 1: no route; ranks 0, 2: timed out"; "" if no rank has a text."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, text in text_of_rank.items():
+        ranks_with.setdefault(text, []).append(rank)
+    return listed([f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_with.items() if text], "; ")
 
 
 def listed(each: Sequence[Any], separator: str = ", ") -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from commons.distributed.channel.groups import MakingOfGroups, key_of_channel, out_of_reach
 from commons.distributed.channel.store import StoreUnavailableError, call_store, ends_with_rank, pause_of, submit_call
-from commons.distributed.errors import describe_error, first_line, listed, name_ranks
+from commons.distributed.errors import describe_error, first_line, listed, name_errors, name_ranks
 from commons.distributed.process_group import describe_group
 
 # Seconds between two checks of the store while a rank waits, and between two checks of a device.
@@ -110,6 +110,7 @@ class Verdict(NamedTuple):
     # only about the store's host.
     late: list[str]
     failure: str | None  # the message of a rank that failed with an error of its own, if any did
+    causes: str  # the connections' errors of all ranks, in words
 
 
 class FailedChannel:
@@ -158,7 +159,7 @@ class FailedChannel:
         self._count("present")
         missing: list[int] = []
         late: list[str] = []
-        quoted: str | None = None
+        quoted, causes = None, ""
         if (failure := self._failure()) is None:
             self._await_count("present", len(self._members), _RECORDS_SECONDS)
             missing = self._without_record(self._members)
@@ -169,12 +170,13 @@ class FailedChannel:
                 texts = call_store(lambda store: store.multi_get([self._key_of(rank) for rank in present]))
                 records = dict(zip(present, map(json.loads, texts)))
                 late, quoted = _late(records, own_wait.place, bool(missing))
+                causes = name_errors({rank: cause for rank, (*_, cause) in records.items()})
             self._count("read")
             # The store's host returns last. If no rank hosts it, all return together: torchrun ends all with the first.
             if ends_with_rank() in (None, dist.get_rank()):
                 readers = len(self._members) - max(len(missing), failure is not None)
                 self._await_count("read", readers, _READERS_SECONDS)
-        return Verdict(missing, late, failure or quoted)
+        return Verdict(missing, late, failure or quoted, causes)
 
     def _failure(self) -> str | None:
         key = self._failure_key
@@ -356,14 +358,14 @@ class NamedCollectives:
     def _describe(self, own_wait: CollectiveWait, error: BaseException) -> RankMissingError:
         place, rank = own_wait.place, dist.get_rank()
         reason = "" if isinstance(error, _FailedElsewhereError) else first_line(error)
-        cause = f" ({reason})" if reason else ""
         try:
-            missing, late, failure = self.failed.who_is_missing(own_wait, self._places, reason)
+            missing, late, failure, causes = self.failed.who_is_missing(own_wait, self._places, reason)
         except StoreUnavailableError as unavailable:
-            text = f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}{cause}"
-            return RankMissingError(text)
+            text = f"the {place} failed on rank {rank} and {unavailable}{out_of_reach(self.members)}"
+            return RankMissingError(f"{text} ({reason})" if reason else text)
         if failure is not None:
             return RankMissingError(failure)
+        cause = f" ({causes or reason})" if causes or reason else ""
         advice = f"({self.description}); {self.remedy} if it was only slow"
         if late and not missing:
             return RankMissingError(f"{listed(late, '; ')} {advice}{cause}")

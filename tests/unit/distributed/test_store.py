@@ -163,6 +163,18 @@ def test_a_host_of_the_store_that_was_silent_comes_before_those_that_gave_up_on_
     assert verdict.late == (named if is_named else [])
 
 
+def test_every_rank_is_told_the_connections_errors_of_all(hosts_the_store):
+    channel, key = FailedChannel("test/broken", [0, 1, 2, 3]), "test/broken"
+    for rank, cause in enumerate(["reset", "reset", ""], start=1):
+        record = json.dumps([["gather of step 3"], 5.0, 0.0, 0.0, cause])
+        call_store(lambda store, rank=rank, record=record: store.set(f"{key}/{rank}", record))
+        call_store(lambda store: store.add(f"{key}/count of present", 1))
+    own_wait = channel.start_wait("gather of step 3")
+    own_wait._entered -= 5.0
+    with mock.patch.object(absence, "_READERS_SECONDS", 0.1):
+        assert channel.who_is_missing(own_wait) == Verdict([], [], None, "ranks 1, 2: reset")
+
+
 def test_a_rank_that_leaves_looks_no_longer_for_names(hosts_the_store):
     channel = FailedChannel("test/left", [0, 1])
     leaves = threading.Timer(0.1, channel.leave, ["rank 0 aborted its shuffler"])
@@ -188,10 +200,10 @@ def test_a_wait_for_a_device_ends_where_another_rank_has_failed(hosts_the_store)
 
 
 def test_a_failure_in_which_no_rank_is_missing_or_late_says_so(hosts_the_store):
-    nobody = mock.patch.object(FailedChannel, "who_is_missing", return_value=Verdict([], [], None))
-    said = r"^the gather of step 3 failed although all of a single process took part \(no route\)$"
+    nobody = mock.patch.object(FailedChannel, "who_is_missing", return_value=Verdict([], [], None, "rank 7: no route"))
+    said = r"^the gather of step 3 failed although all of a single process took part \(rank 7: no route\)$"
     with nobody, pytest.raises(RankMissingError, match=said), NamedCollectives(None).collective(3, "gather"):
-        raise RuntimeError("no route")
+        raise absence._FailedElsewhereError
 
 
 def test_an_error_without_text_is_described_by_its_line():
