@@ -133,7 +133,8 @@ class MicroBatches(Sequence[B]):
         return len(self.groups)
 
     def __iter__(self) -> Iterator[B]:
-        return (self[index] for index in range(len(self)))
+        rows = Rows.of(self.batch)
+        return (rows.select(group).batch for group in self.groups)
 
     @overload
     def __getitem__(self, index: int) -> B: ...
