@@ -29,8 +29,8 @@ def require_beam_width(beam_width: int, trie: SIDTrie) -> None:
     """Raise ValueError unless `beam_width` is between 1 and the number of SIDs."""
     if not 1 <= beam_width <= trie.num_sids:
         raise ValueError(
-            f"beam width is {beam_width}, there are {trie.num_sids} valid SIDs; every beam ends in a different SID: "
-            f"give a width between 1 and {trie.num_sids}"
+            f"beam_width (trainer.top_k_for_generation) is {beam_width}, there are {trie.num_sids} valid SIDs; every "
+            f"beam ends in a different SID: give 1 to {trie.num_sids}"
         )
 
 

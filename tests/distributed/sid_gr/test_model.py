@@ -228,8 +228,8 @@ def test_mistakes():
         other.num_hierarchies, other.codebook_sizes = 1, None
         said = "ValueError: tensor_model_parallel_size is 2, the groups were made for 1"
         require(said, make_model, tensor_model_parallel_size=2)
-        require("ValueError: beam width is 24, there are 23 valid SIDs", make_model, beam_width=24)
-        require("ValueError: beam width is 0, there are 23 valid SIDs", make_model, beam_width=0)
+        require("beam_width (trainer.top_k_for_generation) is 24, there are 23 valid SIDs", make_model, beam_width=24)
+        require("beam_width (trainer.top_k_for_generation) is 0, there are 23 valid SIDs", make_model, beam_width=0)
         said = "ValueError: codebook_sizes of the model are [5, 3, 4], those of the valid SIDs [5, 3, 6]"
         require(said, SIDGRModel, model.config, trie=trie)
         require("RuntimeError: the model has no trie", SIDGRModel(model.config).generate, make_batch(0))
