@@ -17,7 +17,7 @@ from commons.datasets.sids.dataset import CANDIDATE, HISTORY, SIDDataset
 from commons.datasets.sids.map import SIDMap
 from commons.distributed.process_group import resolve_process_group
 from commons.perf_model.measurement import RowTokens
-from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
+from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.sequence_batch.open_batch import real_rows
 from commons.trainer.evaluation import Metrics
 from commons.trainer.ranks.collectives import limit_collectives
@@ -59,9 +59,9 @@ class SIDGRRecipe(Recipe):
         """Tokens of every real row; there are no targets, as all attention is causal."""
         return RowTokens(batch.sequence_lengths()[: real_rows(batch)])
 
-    def flops(self, batch: GPTSIDBatch) -> int:
-        """Forward and backward FLOPs of layers and heads on a host batch, without lookups, which are small."""
-        return training_flops(int(decoder_flops(self.task, batch).sum()))
+    def row_flops(self, batch: GPTSIDBatch) -> torch.Tensor:
+        """Forward FLOPs of layers and heads for every real row, without lookups, which are small."""
+        return decoder_flops(self.task, batch)[: real_rows(batch)]
 
     def prepare_ranks(self) -> None:
         """Make megatron-core's groups, or use existing groups.

@@ -103,7 +103,11 @@ def read_config_rows(
     for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
         rows = target.row_tokens(batch)
         tokens, _ = target.task.tokens_and_pairs(*rows)
-        batches.append(((calibrated or target.task).get_workloads(*rows).numpy(), tokens.numpy()))
+        if calibrated is None and isinstance(target, Recipe):
+            workloads = target.row_flops(batch)
+        else:
+            workloads = (calibrated or target.task).get_workloads(*rows)
+        batches.append((workloads.numpy(), tokens.numpy()))
     # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 

@@ -88,9 +88,13 @@ class Recipe(ABC):
         """The number of tokens of a host batch, for the log: all values of its features, contextual features too."""
         return int(batch.features.values().numel())
 
+    def row_flops(self, batch: Any) -> torch.Tensor:
+        """Forward FLOPs of every real row, int64 `(rows,)`, as the model's shuffler counts them: here of the layers."""
+        return self.task.get_workloads(*self.row_tokens(batch))
+
     def flops(self, batch: Any) -> int:
-        """Forward and backward FLOPs of the layers on a host batch, without embeddings and heads."""
-        return training_flops(int(self.task.get_workloads(*self.row_tokens(batch)).sum()))
+        """Forward and backward FLOPs of a host batch: three times the sum of `row_flops`."""
+        return training_flops(int(self.row_flops(batch).sum()))
 
     # Training; all ranks call these methods together.
 
