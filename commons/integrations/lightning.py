@@ -135,7 +135,7 @@ class BalancedBatches(Callback):
         progress = loops["fit_loop"]["epoch_loop.batch_progress"]
         counts = progress["current"]
         # "completed" is lower than "ready" in a checkpoint that was saved at the end of a batch.
-        counts |= {name: max(0, number - left + count - counts["ready"]) for name, count in counts.items()}
+        counts |= {name: number - left + count - counts["ready"] for name, count in counts.items()}
         state["steps"], progress["is_last_batch"] = 0, has_ended
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
