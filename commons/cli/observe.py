@@ -249,9 +249,9 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
             "speed-ups are ratios of loads, and another --task may predict the cost of a row better."
         )
     note = f"The largest loads explain {fit.r_squared:.0%} of the step times' variance."
-    # If a step without load would take less than no time, the work is the whole step.
-    whole = 1e3 * float(np.nansum(seconds) / largest[np.isfinite(seconds)].sum())
-    return StepCost(min(fit.ms_per_load, whole), max(0.0, fit.fixed_ms)), note
+    # A step without load takes no negative time: then a lower slope gives the fit's time at the mean load.
+    per_load = fit.ms_per_load + min(0.0, fit.fixed_ms) / float(largest.mean())
+    return StepCost(per_load, max(0.0, fit.fixed_ms)), note
 
 
 def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:

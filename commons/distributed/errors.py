@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,11 +82,7 @@ def raise_on_all(error: Exception | None, names: Sequence[int], gather: Callable
     see `gather_strings`.
     """
     texts = gather_strings("" if error is None else json.dumps(describe_error(error)), gather)
-    ranks_with: dict[tuple[str, str], list[int]] = {}
-    for rank, described in zip(names, texts):
-        if described:
-            kind, text = json.loads(described)
-            ranks_with.setdefault((kind, text), []).append(rank)
+    ranks_with = _ranks_by((rank, tuple(json.loads(described))) for rank, described in zip(names, texts) if described)
     if not ranks_with:
         return
     if error is not None and hasattr(error, "failed_ranks") and len(ranks_with) == 1 and all(texts):
@@ -112,10 +108,16 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def name_errors(text_of_rank: Mapping[int, str]) -> str:
     """Errors in words, such as "rank 1: no route; ranks 0, 2: timed out"; "" if no rank has a text."""
-    ranks_with: dict[str, list[int]] = {}
-    for rank, text in text_of_rank.items():
-        ranks_with.setdefault(text, []).append(rank)
+    ranks_with = _ranks_by(text_of_rank.items())
     return listed([f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_with.items() if text], "; ")
+
+
+def _ranks_by(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """The ranks with each value, from pairs of a rank and its value; values in the order of their first ranks."""
+    ranks_with: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks_with.setdefault(value, []).append(rank)
+    return ranks_with
 
 
 def listed(each: Sequence[Any], separator: str = ", ") -> str:
@@ -127,9 +129,7 @@ def listed(each: Sequence[Any], separator: str = ", ") -> str:
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
     """Raise the same ValueError on all ranks if they make different calls, or one call with different options."""
     (_, first), of_first = calls[0], names[0]
-    callers: dict[str, list[int]] = {}
-    for name_of_rank, (call, _) in zip(names, calls):
-        callers.setdefault(call, []).append(name_of_rank)
+    callers = _ranks_by(zip(names, (call for call, _ in calls)))
     if len(callers) > 1:
         made = " and ".join(
             f"{name_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}" for call, ranks in callers.items()

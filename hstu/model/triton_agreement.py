@@ -90,7 +90,7 @@ def attention_of(
     The function takes whether to use the kernels or the reference, and a dtype; it returns the output and the
     gradients of the tokens and of the biases.
     """
-    # On the host, whatever torch's default device is: the generator is there.
+    # The device is stated, because torch's default device may be another one than the generator's.
     on_host: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "device": "cpu"}
     tokens, longest = sum(rows[0]), max([1, *rows[0]])
     width, heads = 2 * longest - 1, (num_heads, kind.head_dim)
