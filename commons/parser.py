@@ -30,16 +30,16 @@ _VALUES = {"true": True, "false": False}
 _TEXT_BORDER = re.compile("│ {7,}(?=[^ ])")  # before the text of an option
 
 
-def parse_arguments(config_class: type[C], argv: Sequence[str], prog: str) -> C | None:
+def parse_arguments(config_class: type[C], argv: Sequence[str], prog: str, **options: Any) -> C | None:
     """Parse arguments, without the name of the program, into a dataclass; prints the help and returns None for --help.
 
-    ValueError for a mistake.
+    `options` are tyro's, such as `default`. ValueError for a mistake.
     """
     import tyro  # here, because `evenrank doctor` runs without it
 
     try:
         parsed, printed = run_parser(
-            lambda: tyro.cli(config_class, args=without_boolean_values(config_class, argv), prog=prog)
+            lambda: tyro.cli(config_class, args=without_boolean_values(config_class, argv), prog=prog, **options)
         )
     except ValueError as error:
         if re.match(r"Unrecognized options: [^-]", str(error)):

@@ -102,7 +102,8 @@ class HSTURecipe(Recipe):
 
     @property
     def _training_data(self) -> Any:
-        data: Any = self.loaders[0].dataset
+        # Without process groups, as in a simulation, the data as a single rank reads them.
+        data: Any = (self.loaders[0] if dist.is_initialized() else self.single_loader).dataset
         return data.dataset if isinstance(data, NegativeSampling) else data
 
     def config_on(self, data: Any, tables: dict[str, int] | None = None) -> RankingConfig | RetrievalConfig:

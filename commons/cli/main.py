@@ -2,8 +2,9 @@
 
 To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
 `run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None for 0; a user's mistake is a
-ValueError, KeyError or OSError. Only the module of the running command is imported, because importing torch takes
-seconds and some commands do not need it.
+ValueError, KeyError or OSError. A class method `defaults(argv)` may return an object whose values are the defaults.
+Only the module of the running command is imported, because importing torch takes seconds and some commands do not need
+it.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def _parse(argv: list[str]) -> Any:
         return _load("doctor")()
     first = argv[0] if argv else ""
     if first in _COMMANDS:
-        return parse_arguments(_load(first), argv[1:], prog=f"evenrank {first}")
+        command = _load(first)
+        options = {"default": command.defaults(argv[1:])} if hasattr(command, "defaults") else {}
+        return parse_arguments(command, argv[1:], prog=f"evenrank {first}", **options)
     if first == _COMPLETION and argv[1:] not in ([shell] for shell in _SHELLS):
         raise ValueError(f"{_COMPLETION} is given {argv[1:]}; it takes one shell, {', '.join(_SHELLS)}: give one")
     from tyro.extras import subcommand_cli_from_dict

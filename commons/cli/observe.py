@@ -26,7 +26,7 @@ from commons.checks import require_at_least
 from commons.cli.answer import ON_TERMINAL, AnswerOutputs, command_line
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.command import RowCost
-from commons.cli.simulate.simulation import Simulation, Source, compare
+from commons.cli.simulate.simulation import Simulation, Source, compare, describe_task
 from commons.console import print_error
 from commons.parser import parse_arguments
 from commons.perf_model.gain import LoadedRows, StepCost
@@ -171,7 +171,7 @@ def _report(options: Observe, patience: float) -> int:
             batch_size=max(1, round(len(rows.tokens) / (rows.num_steps * rows.num_ranks))),
             tokens=rows.tokens,
             costs=rows.workloads,
-            model=options.of_cost.model(),
+            task=describe_task(options.of_cost.model()),
             remedy="observe more steps",
             of_what="in the rows' cost" if cost is None else "of a whole step, by its time",
             cost=cost,

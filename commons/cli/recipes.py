@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from commons.checks import require_file
-from commons.cli.simulate.simulation import OF_LAYERS, Source
+from commons.cli.simulate.simulation import OF_LAYERS, Source, describe_task
 from commons.datasets.loader.data_loader import SID_DATASETS
+from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.gain import LoadedRows, StepCost
@@ -91,23 +93,32 @@ def read_config_rows(
 ) -> Source:
     """The rows of the first `steps` steps of a training run (fewer if the data end) on `ranks`, for `simulate`.
 
-    Rows are distributed to ranks as by the run's loaders. Arguments and errors as for `load_recipe`; also errors of
-    the shuffler's calibration, and ValueError for several numbers of ranks that share a `global_batch_size`.
+    Rows are distributed to ranks as by the run's loaders, and cost what the run's shuffler says. Arguments and errors
+    as for `load_recipe`; also errors of the shuffler and its calibration, and ValueError for several numbers of ranks
+    that share a `global_batch_size`.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
     target, num_batches = load_recipe(model, config, torch.device("cpu")), max(ranks) * steps
     share_global_batch(target, ranks)
     calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
+    configured = target.config.trainer.shuffler if isinstance(target, Recipe) else ShufflerOptions()
+    operations = _operations(target, calibrated)
+    used = _shuffler_of(target, shuffler) if isinstance(target, Recipe) else None
+    count = operations if used is None else used.engine.costs.workloads_of
     batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
+    counts_operations = True  # whether the shuffler's workloads are the operations
     first_batches = itertools.islice(target.host_batches(), num_batches)
     for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
-        rows = target.row_tokens(batch)
-        tokens, _ = target.task.tokens_and_pairs(*rows)
-        if calibrated is None and isinstance(target, Recipe):
-            workloads = target.row_flops(batch)
-        else:
-            workloads = (calibrated or target.task).get_workloads(*rows)
+        tokens, _ = target.task.tokens_and_pairs(*target.row_tokens(batch))
+        workloads = count(batch)
+        counts_operations &= torch.equal(workloads, operations(batch))
         batches.append((workloads.numpy(), tokens.numpy()))
+    task, of_what = describe_task(target.task), OF_LAYERS
+    if isinstance(target, Recipe) and not counts_operations:
+        task = f"workloads of shuffler {target.config.shuffler_type!r}"
+        of_what = f"in the {task}"
+    if calibrated is not None:
+        of_what = "of a whole step, by the calibration"
     # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 
@@ -131,20 +142,41 @@ def read_config_rows(
         batch_size=target.batch_size,
         tokens=tokens,
         costs=costs,
-        model=target.task,
+        task=task,
         remedy="lower --ranks, or train_batch_size in the config",
-        of_what=OF_LAYERS if calibrated is None else "of a whole step, by the calibration",
+        of_what=of_what,
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
-        flags=" ".join(_flags(shuffler)),
+        flags=" ".join(_flags(shuffler, configured)),
     )
 
 
-def _flags(shuffler: ShufflerOptions) -> Iterator[str]:
-    """Yield the flags of our trainers for the options that are not the default."""
+def _operations(target: CostTarget, calibrated: CalibratedTask | None) -> Callable[[Any], torch.Tensor]:
+    """A function that computes the operations, or the calibrated times, of the real rows of a batch."""
+    if isinstance(target, Recipe) and calibrated is None:
+        return target.row_flops
+    return lambda batch: (calibrated or target.task).get_workloads(*target.row_tokens(batch))
+
+
+def _shuffler_of(recipe: Recipe, options: ShufflerOptions) -> BaseTaskBalancedBatchShuffler | None:
+    """The shuffler of the run with these options; None for one that moves no row.
+
+    ValueError if it makes no use of the calibration in the options.
+    """
+    recipe.config.trainer.shuffler = options
+    shuffler = recipe.build_shuffler(balances=True)
+    if problem := shuffler.engine.costs.problem(None):
+        raise problem
+    return None if isinstance(shuffler, IdentityBalancedBatchShuffler) else shuffler
+
+
+def _flags(shuffler: ShufflerOptions, configured: ShufflerOptions) -> Iterator[str]:
+    """Yield the flags of our trainers for the options that are not those of the config."""
     for option in fields(shuffler):
         value, name = getattr(shuffler, option.name), option.name.replace("_", "-")
-        if isinstance(value, bool) and value != option.default:
+        if value == getattr(configured, option.name):
+            continue
+        if isinstance(value, bool):
             yield f"--trainer.shuffler.{'' if value else 'no-'}{name}"
-        elif value != option.default:
+        else:
             yield f"--trainer.shuffler.{name} {shlex.quote(str(value))}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from commons.checks import require_at_least
 from commons.cli.answer import ON_TERMINAL, AnswerOutputs
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.lengths import LengthReading, Lengths
-from commons.cli.simulate.simulation import OF_LAYERS, Source, simulate
+from commons.cli.simulate.simulation import OF_LAYERS, Source, describe_task, simulate
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.gain import LoadedRows, StepCost
 from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask, training_flops
@@ -187,7 +188,7 @@ class LengthOptions(RowCost, LengthReading):
             batch_size=self.batch_size,
             tokens=tokens,
             costs=self.costs(tokens),
-            model=model,
+            task=describe_task(model),
             remedy="lower --ranks or --batch-size, or give --with-replacement if the rows are a sample",
             of_what=OF_LAYERS if model is not None else "in tokens of the slowest rank",
             cost=cost,
@@ -237,7 +238,7 @@ class Simulate:
     """Numbers of batches of every rank that are planned together. None: 1, with --lengths 2, 4 and 8."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
-    """With --config: how batches are balanced."""
+    """With --config: how batches are balanced, by default as the config's [trainer.shuffler] says."""
 
     of_lengths: Annotated[LengthOptions, tyro.conf.arg(name="--lengths"), tyro.conf.OmitArgPrefixes] = field(
         default_factory=LengthOptions
@@ -246,6 +247,24 @@ class Simulate:
 
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
     """Where the results are printed or written."""
+
+    @classmethod
+    def defaults(cls, argv: Sequence[str]) -> Simulate:
+        """The defaults of all options; those of `shuffler` are the options of the config in the arguments, if any.
+
+        ValueError for options that the config cannot have.
+        """
+        # Imported here, because lengths do not need it.
+        from commons.trainer.config.files import find_config, read_config_file
+        from commons.trainer.config.load import make_config, parse_known
+
+        config = find_config(next(iter(parse_known(argv, "--config", nargs="?", const="", action="append")[0]), ""))
+        trainer = read_config_file(config).get("trainer") if config.is_file() else None
+        options = trainer.get("shuffler") if isinstance(trainer, Mapping) else None
+        if not isinstance(options, Mapping):
+            return cls()
+        shuffler = make_config(ShufflerOptions, options, where=f"{config} [trainer.shuffler]")
+        return cls(shuffler=replace(shuffler, mode="balance"))
 
     def run(self) -> None:
         """Read, plan, print, draw."""

@@ -41,7 +41,7 @@ class Source:
     batch_size: int  # rows per rank in a step
     tokens: np.ndarray  # int64 `(n,)`, of sample rows
     costs: np.ndarray  # int64 `(n,)`, of the same sample rows
-    model: AttentionTask | None  # the model whose operations are the cost; None if tokens are the cost
+    task: str  # a text of the cost of a row, see `describe_task`
     remedy: str  # the remedy for too few rows
     of_what: str = OF_LAYERS  # the base of a speed-up
     cost: StepCost | None = None  # converts loads to milliseconds; None to compare loads
@@ -49,20 +49,6 @@ class Source:
     link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None if unknown
     plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
     flags: str = ""  # of our trainers for these plans, to copy with the flags of an advice
-
-    @property
-    def task(self) -> str:
-        """A text of the cost of a row: the dimensions of the model."""
-        model = self.model
-        if model is None:
-            return "tokens"
-        kind, more = "transformer", ""
-        if isinstance(model, HSTUAttentionTask):
-            kind, more = "hstu", f", values × {model.value_dim}" if model.value_dim else ""
-            more += ", output of [u, x, y]" if model.concat_ux else ""
-            more += f", attention within {model.max_attn_len} tokens" if model.max_attn_len else ""
-        layers = f"{model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
-        return f"{kind}, hidden {model.hidden_size}, {layers}{more}"
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
         """Distribute rows in all ways; the first is as loaded."""
@@ -74,6 +60,19 @@ class Source:
         yield deal(rows, "each batch", **self.plan_options)
         for window in windows:
             yield deal(rows, f"window of {window}", window, **self.plan_options)
+
+
+def describe_task(model: AttentionTask | None) -> str:
+    """A text of the cost of a row: the dimensions of the model whose operations are counted, None for tokens."""
+    if model is None:
+        return "tokens"
+    kind, more = "transformer", ""
+    if isinstance(model, HSTUAttentionTask):
+        kind, more = "hstu", f", values × {model.value_dim}" if model.value_dim else ""
+        more += ", output of [u, x, y]" if model.concat_ux else ""
+        more += f", attention within {model.max_attn_len} tokens" if model.max_attn_len else ""
+    layers = f"{model.num_layers} layers, {model.num_heads} heads × {model.head_dim}"
+    return f"{kind}, hidden {model.hidden_size}, {layers}{more}"
 
 
 @dataclass(frozen=True)

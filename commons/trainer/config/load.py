@@ -49,7 +49,7 @@ def load_config(
     path, flags = _take_config_flag(argv)
     options: dict[str, Any] = {}
     # Imported modules may register names that the file and the flags contain; here, an error does not name the file.
-    imports = _parse_known(flags, "--import", nargs="*")[0]
+    imports = parse_known(flags, "--import", nargs="*")[0]
     import_user_modules(imports)
     if path is not None:
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)
@@ -130,6 +130,14 @@ def require_shuffler(name: str, imports: Sequence[str] = ()) -> None:
         )
 
 
+def parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[str], list[str]]:
+    """The values of one flag, and the other arguments; `options` are those of argparse."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="values", default=[], **options)
+    known, rest = parser.parse_known_args(argv)
+    return known.values, rest
+
+
 def same_fields(config_class: Any, source: Any) -> dict[str, Any]:
     """The values of `source` whose fields `config_class` has too, by name.
 
@@ -149,21 +157,13 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
         name = argument.partition("=")[0]
         if name.replace("_", "-") == "--gin-config-file":
             raise ValueError(f"{name} is a flag of recsys-examples; here the flag is --config, and {GIN_REMEDY}")
-    paths, rest = _parse_known(argv, "--config", nargs="?", const="", action="append")
+    paths, rest = parse_known(argv, "--config", nargs="?", const="", action="append")
     if len(paths) > 1 or "" in paths:
         raise ValueError(
             f"--config is {'given twice' if len(paths) > 1 else 'without a value'}; it takes one TOML, YAML or JSON "
             "file: write --config FILE"
         )
     return (Path(paths[0]) if paths else None), rest
-
-
-def _parse_known(argv: Sequence[str], flag: str, **options: Any) -> tuple[list[str], list[str]]:
-    """The values of one flag, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, dest="values", default=[], **options)
-    known, rest = parser.parse_known_args(argv)
-    return known.values, rest
 
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
