@@ -205,7 +205,8 @@ class TrainerArgs:
                 "ckpt_load_dir continues it: give one of the two, or another run_dir"
             )
         if self.peak_tflops is not None:
-            require_positive("peak_tflops", self.peak_tflops, "it is the positive rate of a data sheet: correct it")
+            rule = "it is the positive rate of a data sheet, at most 1e9, in 10^12 operations per second: correct it"
+            require_positive("peak_tflops", self.peak_tflops, rule, most=1e9)
         self.eval_metrics = tuple(require_names("eval_metrics", self.eval_metrics))
         self.sinks = tuple(require_names("sinks", self.sinks))  # type: ignore[arg-type]  # the loop checks them
         for name in self.sinks:
@@ -386,8 +387,8 @@ class DatasetArgs:
         return {name: getattr(self, name) for name in names}
 
 
-def require_positive(name: str, value: Any, rule: str) -> None:
-    """Raise ValueError unless a value is a finite number above 0; `rule` is the message's rule and remedy.
+def require_positive(name: str, value: Any, rule: str, most: float = sys.float_info.max) -> None:
+    """Raise ValueError unless a value is a number above 0 and at most `most`; `rule` is the message's rule and remedy.
 
     >>> require_positive("lr", float("nan"), "a learning rate is positive: raise it")
     Traceback (most recent call last):
@@ -395,5 +396,5 @@ def require_positive(name: str, value: Any, rule: str) -> None:
     ValueError: lr is nan; a learning rate is positive: raise it
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and 0 < value <= sys.float_info.max):
+    if not (is_number and 0 < value <= most):
         raise ValueError(f"{name} is {value!r}; {rule}")

@@ -106,6 +106,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             "length_distribution is set and dataset_name is 'ml-1m'; .* or choose 'random' or 'sid-random'",
         ),
         ({"peak_tflops": 0.0}, "peak_tflops is 0.0; it is the positive rate"),
+        (
+            {"peak_tflops": 989e12},
+            "peak_tflops is 989000000000000.0; it is the positive rate of a data sheet, at most 1e9",
+        ),
         ({"peak_tflops": True}, "peak_tflops is True; it is the positive rate"),
         (
             {"sinks": ("graphite",)},
