@@ -297,7 +297,7 @@ class TrainingLoop:
     def _save(self) -> None:
         """Save a checkpoint, unless this step has one; no batch is in flight here."""
         if not self._checkpoints.has_saved(self._step):
-            self._guard.check()
+            self._write_line()  # a run that continues here keeps the log's lines until here
             self._checkpoints.save(self._progress)
             self._stop.agree()  # torchrun waits 30 s for ranks to end: no further steps and a second checkpoint
 

@@ -67,7 +67,7 @@ class TrainerArgs:
     with any number of ranks."""
 
     log_interval: int = 100
-    """Steps between lines of log.jsonl."""
+    """Steps between lines of log.jsonl; a checkpoint and the end of the run write one too."""
 
     run_dir: str = "runs/train"
     """Folder for log.jsonl, traces and the logs of failed ranks, created if missing. A folder that already contains a
