@@ -101,7 +101,7 @@ def partition(
             sizes; with `speeds` beyond 1 / 1,000, and only up to 2^16 samples · partitions.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a partition may hold. Without `home`, "refined" is no worse under it than the other
-            methods, beyond 1 / 10,000, up to 2^16 samples · partitions.
+            methods, beyond 1 / 10,000, up to 2^16 samples · partitions; above, than "snake".
         home: the partition of each sample now, `(n,)`. Given, few tokens leave their partition, and the largest load is
             never above that of `home`: if no plan lowers it, `home` is the plan, even if its sizes differ. This does
             not hold for a `home` that breaks `max_tokens`, nor with `equal_size` for one that splits a group: there,

@@ -6,8 +6,8 @@
 namespace evenrank {
 
 // The plan of the request's method, changed to keep the cap, if there is one. Swaps under a cap depend much on where they
-// start. So with few rows, "refined" starts from the plans of the other methods too, until a plan is near the bound, and
-// takes the best: it is no worse than theirs.
+// start. So "refined" starts from the plans of the other methods too, until a plan is near the bound, and takes the best:
+// it is no worse than theirs. With many rows it starts only from that of snake, the one that gains the most there.
 inline Indices planned_under_cap(const Request& request, const Problem& problem, const Bound& bound) {
   const Cap cap = request.cap();
   const auto plan_by = [&](Method method) {
@@ -17,7 +17,7 @@ inline Indices planned_under_cap(const Request& request, const Problem& problem,
                                   : under_cap_at_speeds(problem, std::move(plan), bound.load, cap);
   };
   Indices best = plan_by(request.method);
-  if (!cap.exists() || request.method != Method::kRefined || !problem.is_few()) return best;
+  if (!cap.exists() || request.method != Method::kRefined) return best;
   const auto cost_of = [&](const Indices& plan) {  // first the tokens above the cap, then the time
     return std::pair(request.most_tokens(plan, problem.num_parts), problem.time(take(plan, problem.order)));
   };
@@ -25,6 +25,7 @@ inline Indices planned_under_cap(const Request& request, const Problem& problem,
   for (const Method method : {Method::kLpt, Method::kSnake, Method::kKarmarkarKarp}) {
     if (least.first <= cap.limit && least.second <= near(bound.load)) break;
     if (!problem.speeds.empty() && method != Method::kLpt) break;
+    if (!problem.is_few() && method != Method::kSnake) continue;
     Indices other = plan_by(method);
     const auto cost = cost_of(other);
     if (cost < least) least = cost, best = std::move(other);

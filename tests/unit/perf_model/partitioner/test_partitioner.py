@@ -91,6 +91,16 @@ def test_under_a_cap_refined_is_no_worse_than_the_other_methods(equal_size):
         assert refined <= min(others) or refined <= (0, plans[0].lower_bound * 1.0001), seed
 
 
+@pytest.mark.parametrize("equal_size", [True, False])
+def test_under_a_cap_refined_is_no_worse_than_snake_with_many_rows(equal_size):
+    lengths = np.random.default_rng(1).lognormal(5, 1.4, 8192).clip(1, 8192).astype(np.int64)
+    arguments = {"equal_size": equal_size, "tokens": lengths, "max_tokens": int(lengths.sum() / 128 * 1.02)}
+    refined, snake = (
+        partition(2048 * lengths + lengths**2 // 2, 128, method=method, **arguments) for method in ("refined", "snake")
+    )
+    assert refined.loads.max() <= snake.loads.max()
+
+
 def test_a_sample_above_the_cap_is_named_or_let_through():
     arguments = {"tokens": [3, 99, 3, 3], "max_tokens": 50}
     with pytest.raises(ValueError, match="sample 1 alone has 99 tokens, max_tokens is 50"):
