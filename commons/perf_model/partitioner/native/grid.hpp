@@ -229,8 +229,7 @@ class GridPlanner {
   // Even partitions by the algorithm of the request, sorted by load and cut into steps.
   Candidate cut_into_steps() const {
     const Bound bound = bound_of(problem_.weights, num_cells_, limits_, problem_.speeds);
-    Indices cells = problem_.by_sample(by_method(request_.method, problem_, bound));
-    cells = capped(problem_, std::move(cells), near(bound.load));
+    const Indices cells = planned_under_cap(request_, problem_, bound);
     const Weights loads = sum_by_rank(cells, request_.workloads, num_cells_);
     Indices ranked = range(num_cells_);
     Indices place(num_cells_);
