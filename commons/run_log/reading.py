@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -122,6 +123,20 @@ class RunLog:
         total_ms = self.column("total_ms")
         known = self.timed & np.isfinite(self.column(name)) & (total_ms > 0)
         return float(np.average(self.column(name)[known], weights=total_ms[known])) if known.any() else None
+
+    @property
+    def runs(self) -> list[RunLog]:
+        """The log's lines by run: the first run's, and those of each run that was resumed."""
+        resumed = np.flatnonzero(np.isfinite(self.column("resumed")[1:])) + 1
+        return [self.lines(slice(*ends)) for ends in itertools.pairwise([0, *resumed.tolist(), len(self.step)])]
+
+    def lines(self, which: slice) -> RunLog:
+        """The log with only some of its lines of steps."""
+        found = copy.copy(self)
+        found.step = self.step[which]
+        found.columns = {name: values[which] for name, values in self.columns.items()}
+        found.of_ranks = {name: values[which] for name, values in self.of_ranks.items()}
+        return found
 
     @property
     def num_ranks(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Imbalance, speed-up and possible speed-up are defined as in `commons.perf_model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -85,6 +86,7 @@ class RunReport:
     """The figures of a run's log; None for unknown values."""
 
     def __init__(self, log: RunLog) -> None:
+        log = _since_balancing_changed(log)
         self.log = log
         self.steps = int(log.step[-1])  # the last step in the log
         self.ranks = log.num_ranks[-1] if log.num_ranks else None  # data-parallel ranks, of the last line
@@ -143,6 +145,31 @@ def ratio(over: float | None, under: float | None) -> float | None:
     (1.5, None, None)
     """
     return None if over is None or under is None or under <= 0 else over / under
+
+
+def _since_balancing_changed(log: RunLog) -> RunLog:
+    """The lines since a run was resumed with another balancing, the whole log if there are none; with a note."""
+    runs = log.runs
+    last = next((each for each in map(_logged_balancing, reversed(runs)) if each), None)
+    kept = list(itertools.takewhile(lambda run: _logged_balancing(run) in (None, last), reversed(runs)))
+    if len(kept) == len(runs):
+        return log
+    found = log.lines(slice(-sum(len(run.step) for run in kept), None))
+    before = int(log.step[-len(found.step) - 1])
+    left_out = f"up to step {before} the run was balanced in another way, and these steps are left out"
+    found.notes = (*log.notes, left_out)
+    return found
+
+
+def _logged_balancing(log: RunLog) -> str | None:
+    """How the rows of a run were balanced, by its logged numbers; None if nothing could be balanced."""
+    if log.mean("largest_load_after") is None:
+        return "off"
+    if log.mean("before_in_turn"):
+        return "by work"
+    if log.mean("moved"):
+        return "balanced" if (_largest(log.column("window")) or 1) == 1 else "windows"
+    return "observed" if log.mean("imbalance_before") != log.mean("imbalance_after") else None
 
 
 def _balancing_of(log: RunLog) -> Balancing:

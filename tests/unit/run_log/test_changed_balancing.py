@@ -1,0 +1,51 @@
+"""A run that is resumed with another balancing is reported from there on."""
+
+import numpy as np
+import pytest
+
+from commons.cli.report import answer_of
+from commons.run_log.reading import RunLog
+from commons.run_log.report import RunReport
+from tests.helpers.jobs.run_logs import AS_LOADED, BALANCED, BY_STEP, config_of, lines_of, make_steps, write_run
+
+OBSERVE = config_of(shuffler={"mode": "observe"})
+LOADS = ("largest_load_after", "imbalance_after", "moved")
+
+
+def without_loads(lines):
+    return [{name: value for name, value in line.items() if name not in LOADS} for line in lines]
+
+
+def report_of_resumed(folder, first, second, config):
+    """The report of a run whose first 30 steps are `first`, and whose later ones, after a checkpoint, are `second`."""
+    begin, end = lines_of(first, BY_STEP)[:30], lines_of(second, BY_STEP)[30:]
+    end = [{**end[0], "resumed": 1}, *end[1:]]
+    begin = without_loads(begin) if config["trainer"].get("first") == "off" else begin
+    return RunReport(RunLog(write_run(folder, [*begin, *end], config)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "config"),
+    [
+        (AS_LOADED, BALANCED, config_of()),
+        (AS_LOADED, BALANCED, config_of(first="off")),
+        (BALANCED, AS_LOADED, OBSERVE),
+        (BALANCED, [step | {"window": 4} for step in BALANCED], config_of(shuffle_window=4)),
+    ],
+    ids=["observed", "off", "balanced", "window"],
+)
+def test_the_steps_before_are_left_out(tmp_path, first, second, config):
+    report = report_of_resumed(tmp_path, first, second, config)
+    trained = [max(step["loads_after"]) / np.mean(step["loads_after"]) - 1 for step in second[30:]]
+    as_trained = report.gain.imbalance_after if report.balancing == "balanced" else report.gain.imbalance_before
+    assert as_trained == pytest.approx(np.mean(trained))
+    assert report.step_time.total == pytest.approx(np.mean([step["step_ms"] for step in second[31:]]))
+    (note,) = answer_of([report]).content["notes"]
+    assert "up to step 30 the run was balanced in another way, and these steps are left out" in note
+    assert report.steps == 60 and report.log.step[0] == 31
+
+
+def test_a_run_resumed_with_the_same_balancing_is_reported_whole(tmp_path):
+    even = [step | {"moved": 0.0, "imbalance_after": step["imbalance_before"]} for step in BALANCED]
+    for second in (BALANCED, even, make_steps(ranks=2)):  # no row has to move, another number of ranks
+        assert report_of_resumed(tmp_path, BALANCED, second, config_of()).log.step[0] == 1
