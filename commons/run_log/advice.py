@@ -132,10 +132,22 @@ def _of_balanced(report: RunReport, measured: str) -> str:
         return f"{gained}; {why}: {_longer(report)}."
     if report.by_work:
         return f"{gained}; the remaining imbalance is {left:.0%}: {_longer(report)}."
-    return (
-        f"{gained}; the remaining imbalance is {left:.0%}: a smaller --trainer.shuffler.slack, a larger "
-        "max_tokens_per_rank or free row counts (--trainer.shuffler.no-equal-size) may reduce it."
-    )
+    return f"{gained}; the remaining imbalance is {left:.0%}: {_looser(report)} may reduce it."
+
+
+def _looser(report: RunReport) -> str:
+    """The settings that kept the run's plans from being better, and how to change them."""
+    shuffler, gain = setting(report.log.config, "trainer.shuffler") or {}, report.gain
+    found = ["a smaller --trainer.shuffler.min-gain"] if gain.gated else []
+    if shuffler.get("partitioner", "refined") != "refined":
+        found.append("--trainer.shuffler.partitioner refined")
+    if shuffler.get("max_tokens_per_rank") is not None:
+        found.append("a larger --trainer.shuffler.max-tokens-per-rank")
+    if shuffler.get("slack", 0.0) >= (gain.gap or 0.0) / 2:
+        found.append("a smaller --trainer.shuffler.slack")
+    if not found and shuffler.get("equal_size", True):
+        found = ["free row counts (--trainer.shuffler.no-equal-size)"]
+    return " or ".join(found or ["more rows per step"])
 
 
 def _longer(report: RunReport) -> str:
@@ -161,4 +173,4 @@ def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
         return f"the ranks have even loads {assigned}{remedy}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or a few rows, that no plan can split: {_longer(report)}"
-    return "no plan within the settings is better: a larger max_tokens_per_rank or free row counts allow better plans"
+    return f"no plan within the settings is better: {_looser(report)} allows better plans"

@@ -253,7 +253,7 @@ LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
         ({"imbalance_after": 0.01}, "×."),  # nothing after the gain
         ({"imbalance_after": 0.3, "window": 4}, "×."),
         ({"imbalance_after": 0.3, "optimality_gap": 0.0}, "imbalance of 30% comes from rows that no plan can split"),
-        ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "the remaining imbalance is 30%: a smaller --trainer.shuf"),
+        ({"imbalance_after": 0.3, "optimality_gap": 0.3}, "the remaining imbalance is 30%: free row counts (--tr"),
     ],
 )
 def test_why_a_run_gains_less(tmp_path, changes, expected):
