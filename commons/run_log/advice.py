@@ -90,11 +90,22 @@ def _of_unbalanced(report: RunReport) -> str:
     if uneven is None:
         return f"The log has no loads of the ranks: {_TURN_ON} {_OBSERVE} logs them, and moves no rows."
     if 1 + uneven < _WORTH:
-        return f"The ranks have even loads without balancing, which can gain at most {1 + uneven:.2f}×: leave it off."
+        return f"The ranks have even loads without balancing, which can gain about {1 + uneven:.2f}×: leave it off."
+    # Not "at most": steps with more work are often more uneven, and the log has the mean imbalance of all steps alike.
     return (
-        f"The slowest rank has {1 + uneven:.2f} times the mean load, so balancing can make it at most "
-        f"{1 + uneven:.2f}× faster: turn on {_TURN_ON}; with {_OBSERVE} it reports the gain, and moves no rows."
+        f"The slowest rank has {1 + uneven:.2f} times the mean load, so balancing can make it about "
+        f"{1 + uneven:.2f}× faster: {_start(report)}; with {_OBSERVE} it reports the gain, and moves no rows."
     )
+
+
+def _start(report: RunReport) -> str:
+    """How to turn balancing on in a run that logged no loads."""
+    config = report.log.config
+    if setting(config, "trainer.enable_balanced_shuffler") is not True:
+        return f"turn on {_TURN_ON}"
+    if setting(config, "trainer.shuffler.mode") == "off":
+        return "leave --trainer.shuffler.mode off out"
+    return "choose the shuffler of the model (--shuffler-type)"
 
 
 def _of_observed(report: RunReport) -> str:
