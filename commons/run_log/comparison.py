@@ -92,10 +92,10 @@ class RunComparison:
             self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
         self.differences = tuple(_differences(base, other))  # reasons why the runs cannot be compared
         # The slowest rank's load in the first run ÷ in this run, per row: the speed-up that the loads predict. If the
-        # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models cannot be
-        # compared.
+        # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models, or in
+        # another unit, cannot be compared.
         self.work: float | None = None
-        if not self.differences:
+        if not self.differences and _have_equal_units(base, other):
             self.work = ratio(_largest_per_row(base), _largest_per_row(other))
             loads_unknown = self.work is None and base.balancing == "off" and other.balancing == "balanced"
             if loads_unknown and self.equal_steps:
@@ -141,6 +141,13 @@ def _largest_per_row(report: RunReport) -> float | None:
     if setting(report.log.config, "trainer.shuffler.speeds") == "measured":
         return None  # these loads depend on the measured speeds, so other runs' loads are not comparable
     return ratio(report.log.mean(f"largest_load_{report.trained}"), report.rows_per_step)
+
+
+def _have_equal_units(base: RunReport, other: RunReport) -> bool:
+    """Whether both runs have loads in operations, or in the time of one calibration; or one run has no loads."""
+    names = ("shuffler_type", "trainer.shuffler.calibration")
+    equal = all(setting(base.log.config, name) == setting(other.log.config, name) for name in names)
+    return equal or "off" in (base.balancing, other.balancing)
 
 
 def _has_budget(*logs: RunLog) -> bool:

@@ -222,6 +222,15 @@ def test_loads_of_a_run_by_speeds_are_not_compared_with_those_of_another(tmp_pat
     assert [each.work for each in compare_runs([runs[0], *runs])] == [pytest.approx(1.0), None]
 
 
+def test_loads_in_different_units_are_not_compared(tmp_path):
+    """Operations, the time of a calibration, and tokens."""
+    configs = [config_of(), config_of(shuffler={"calibration": "h200.toml"}), config_of() | {"shuffler_type": "tokens"}]
+    runs = [report_of(tmp_path / str(number), config=config) for number, config in enumerate(configs)]
+    assert [each.work for each in compare_runs([runs[0], *runs])] == [pytest.approx(1.0), None, None]
+    against = compare_runs([unbalanced(tmp_path / "base"), *runs])  # whose loads are each run's own as loaded
+    assert all(each.work == report.gain.work and each.compares for each, report in zip(against, runs))
+
+
 def test_a_run_whose_ranks_have_changed(tmp_path):
     """As after a lost host has come back; speeds are those of the lines with the last number of ranks."""
     two = make_steps(ranks=2, speeds=[3.0, 1.0])
