@@ -84,14 +84,14 @@ def headline_of(comparisons: Sequence[RunComparison]) -> str:
 
 
 def _of_unbalanced(report: RunReport) -> str:
-    uneven = report.gain.imbalance_before
+    uneven = report.gain.uneven_before
     if report.ranks == 1:
         return "There is only one rank: nothing can be balanced."
     if uneven is None:
         return f"The log has no loads of the ranks: {_TURN_ON} {_OBSERVE} logs them, and moves no rows."
     if 1 + uneven < _WORTH:
         return f"The ranks have even loads without balancing, which can gain about {1 + uneven:.2f}×: leave it off."
-    # Not "at most": steps with more work are often more uneven, and the log has the mean imbalance of all steps alike.
+    # Not "at most": within a line of the log, steps with more work may be more uneven.
     return (
         f"The slowest rank has {1 + uneven:.2f} times the mean load, so balancing can make it about "
         f"{1 + uneven:.2f}× faster: {_start(report)}; with {_OBSERVE} it reports the gain, and moves no rows."
@@ -135,7 +135,7 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"
     gained = f"{what} makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
-    left = gain.imbalance_after or 0.0
+    left = gain.uneven_after or 0.0
     if left < _MUCH_LEFT or report.window > 1:
         return f"{gained}."
     if (gain.gap or 0.0) < left / 2:
@@ -173,7 +173,7 @@ def _longer(report: RunReport) -> str:
 def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
     """Why the slowest rank's load did not fall; with `leave_off`, also the advice to leave balancing off."""
     gain = report.gain
-    is_even = gain.imbalance_before is not None and 1 + gain.imbalance_before < _WORTH
+    is_even = gain.uneven_before is not None and 1 + gain.uneven_before < _WORTH
     remedy = ", leave it off" if leave_off and is_even else ""
     if report.ranks == 1:
         return "there is only one rank"

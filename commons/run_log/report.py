@@ -44,6 +44,9 @@ class Gain:
     # largest load ÷ mean − 1, mean over steps: as the rows were loaded, and as planned
     imbalance_before: float | None = _mean_of("imbalance_before")
     imbalance_after: float | None = _mean_of("imbalance_after")
+    # the same with steps weighted by their work, so Σ largest load ÷ Σ mean load − 1: small steps cost little time
+    uneven_before: float | None
+    uneven_after: float | None
     worst_before: float | None  # of the most uneven line
     worst_after: float | None
     work: float | None  # speed-up of the slowest rank: largest load before ÷ after, both summed over steps
@@ -216,6 +219,8 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         bound = min(bound, after)
     means = {each.name: log.mean(each.metadata["column"]) for each in fields(Gain) if each.metadata}
     return Gain(
+        uneven_before=_uneven(log, "before"),
+        uneven_after=_uneven(log, "after"),
         worst_before=_largest(log.column("imbalance_before")),
         worst_after=_largest(log.column("imbalance_after")),
         work=ratio(before, after),
@@ -224,6 +229,14 @@ def _gain_of(log: RunLog, balancing: Balancing, step_time: StepTime | None) -> G
         predicted_step=predicted,
         **means,
     )
+
+
+def _uneven(log: RunLog, when: str) -> float | None:
+    """The imbalance of the lines, weighted by their mean loads or, in a run without loads, by their operations."""
+    imbalances = log.column(f"imbalance_{when}")
+    work = log.column(f"largest_load_{when}") / (1 + imbalances)
+    work = work if np.isfinite(work).any() else log.column("tflops_per_rank") * log.mean_step_ms
+    return ratio(log.mean(imbalances * work), log.mean(np.where(np.isfinite(imbalances), work, np.nan)))
 
 
 def _step_gain(step_time: StepTime, saved: float | None, balancing: Balancing) -> float | None:

@@ -5,8 +5,19 @@ import pytest
 from commons.run_log.advice import advice_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
-from tests.helpers.jobs.run_logs import AS_LOADED, SIZES, config_of, report_of, write_unlooked
+from tests.helpers.jobs.run_logs import (
+    AS_LOADED,
+    BY_STEP,
+    SIZES,
+    config_of,
+    lines_of,
+    make_steps,
+    report_of,
+    write_run,
+    write_unlooked,
+)
 
+UNLOOKED = ("schema", "step", "loss", "rows_per_s", "imbalance_before", "ranks", "steps", "total_ms")
 UNEVEN = {"imbalance_after": 0.3, "optimality_gap": 0.3}
 
 
@@ -39,10 +50,29 @@ def test_balancing_is_turned_on_by_the_setting_that_turned_it_off(tmp_path, conf
     assert f"faster: {remedy}; with --trainer.shuffler.mode observe it reports" in advice_of(report)
 
 
-def test_the_gain_of_an_unbalanced_run_is_no_bound(tmp_path):
-    """Uneven steps that have most of the work gain more than the mean imbalance of all steps says."""
-    report = RunReport(RunLog(write_unlooked(tmp_path, AS_LOADED, SIZES)))
-    largest, mean = (sum(f(step["loads_before"]) for step in AS_LOADED) for f in (max, lambda loads: sum(loads) / 4))
-    assert largest / mean > 1 + report.gain.imbalance_before + 0.01
-    assert f"about {1 + report.gain.imbalance_before:.2f}× faster" in advice_of(report)
-    assert "at most" not in advice_of(report)
+@pytest.mark.parametrize("sizes", [BY_STEP, SIZES], ids=["a line per step", "lines of several steps"])
+def test_the_gain_of_an_unbalanced_run_weighs_steps_by_their_work(tmp_path, sizes):
+    """Uneven steps that have most of the work gain more, such as those of the heaviest rows."""
+    work = [sum(step["loads_before"]) / 4 for step in AS_LOADED]
+    gain = sum(max(step["loads_before"]) for step in AS_LOADED) / sum(work)
+    steps = [step | {"work": each} for step, each in zip(AS_LOADED, work)]
+    lines = [
+        {name: line[name] for name in UNLOOKED}
+        | {"tflops_per_rank": line["work"] * line["steps"] / line["total_ms"]}  # as the meter counts them
+        for line in lines_of(steps, sizes)
+    ]
+    report = RunReport(RunLog(write_run(tmp_path, lines)))
+    mean, weighed = 1 + report.gain.imbalance_before, 1 + report.gain.uneven_before
+    assert report.balancing == "off" and mean + 0.01 < weighed <= gain + 1e-9
+    assert weighed == pytest.approx(gain) or sizes is not BY_STEP
+    assert f"about {weighed:.2f}× faster" in advice_of(report)
+
+
+def test_small_steps_at_the_ends_of_epochs_change_no_advice(tmp_path):
+    """Two rows on three ranks are uneven, and take next to no time."""
+    small = {"imbalance_before": 0.5, "imbalance_after": 0.5}
+    small |= dict.fromkeys(("largest_load_before", "largest_load_after", "lower_bound"), 1000.0)
+    steps = [step | (small if step["step"] % 5 == 0 else {}) for step in make_steps(sigma=0.3)]
+    report = report_of(tmp_path, steps, BY_STEP)
+    assert report.gain.imbalance_after > 0.1 > 0.02 > report.gain.uneven_after
+    assert "remaining" not in advice_of(report)
