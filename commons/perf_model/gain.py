@@ -161,7 +161,10 @@ class Comparison:
     def _cost_of_work(self, way: DealtRows, largest: float) -> float:
         """Cost of all steps ÷ the sum of their mean loads; `largest` is the sum of their largest loads."""
         fixed = self.cost.per_step / self.cost.per_load if self.cost else 0.0
-        return (len(way.loads) * fixed + largest) / float(way.loads.mean(axis=1).sum())
+        work, loaded = float(way.loads.mean(axis=1).sum()), self.ways[0].loads
+        # Larger steps alone would save fixed costs, and balance nothing: so a budget has as many as the rows as loaded.
+        steps = len(way.loads) if way.budget is None else work / float(loaded.mean())
+        return (steps * fixed + largest) / work
 
     def _as_loaded(self) -> float:
         return self._cost_of_work(self.ways[0], self.ways[0].loads.max(axis=1).sum())

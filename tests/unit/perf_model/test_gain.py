@@ -221,6 +221,14 @@ def test_milliseconds_have_the_fixed_cost_of_a_step():
     assert result.speed_up(way) == result.possible(way) == pytest.approx(232 / 231.5)
 
 
+def test_larger_steps_of_constant_cost_gain_no_fixed_costs():
+    """A budget is at least the costliest row, so its steps may have many batches of usual rows."""
+    even = rows_of(*[[10, 10]] * 8, num_ranks=2)
+    whole = DealtRows("constant cost", np.full((2, 2), 40), np.full((2, 2), 40), budget=Budget(rows=4, most_rows=4))
+    result = Comparison(even, (even.as_loaded, whole), StepCost(per_load=0.5, per_step=100.0))
+    assert result.speed_up(whole) == result.equal == pytest.approx(1) and result.step_ms(whole) == 120
+
+
 def test_every_way_deals_all_rows():
     lengths = np.random.default_rng(1).integers(1, 500, 4 * 4 * 12)
     rows = LoadedRows.in_turn(lengths**2, lengths, 4, 4)
