@@ -62,7 +62,7 @@ def _pictures_of(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator
             columns = {"as loaded": f"{what}_before"} | ({"balanced": f"{what}_after"} if is_balanced else {})
             yield from _ranks(log, title, meaning, columns)
         text = "Median of the steps of each line of the log, in milliseconds."
-        yield from _curves("Time of a step", text, [("", log, "step_ms")], "ms", lambda axes: axes.set_ylim(0))
+        yield from _curves("Time of a step", text, [("", log, "step_ms")], "ms", _from_zero)
     yield from _parts(reports)
     losses = [(name, report.log, "loss") for name, report in zip(names, reports)]
     yield from _curves("Loss", "Mean of the steps of each line of the log.", losses, "loss", _widen)
@@ -96,6 +96,11 @@ def _curves(
 
     if curves:
         yield Picture(title, text, draw)
+
+
+def _from_zero(axes: Axes) -> None:
+    """Show values from 0, with room above them also if they hardly differ."""
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _percent_from_zero(axes: Axes) -> None:

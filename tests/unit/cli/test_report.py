@@ -152,10 +152,12 @@ def test_the_baseline_stands_where_a_steps_time_goes(runs):
     assert total == pytest.approx(reports[0].step_time.total)
 
 
-def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
+def test_axes_of_even_ranks_steps_and_losses_can_be_read(tmp_path):
     even = {"imbalance_before": 1e-9, "imbalance_after": 2e-10, "loss": 1e-9}
     lines = [
-        line | even | {"loads_before": [10**9, 10**9 + 1], "loads_after": [10**9, 10**9]}
+        line
+        | even
+        | {"loads_before": [10**9, 10**9 + 1], "loads_after": [10**9, 10**9], "step_ms": 90 + line["step"] / 100}
         for line in lines_of(make_steps(), SIZES)
     ]
     report = RunReport(RunLog(write_run(tmp_path, lines, config_of())))
@@ -169,6 +171,8 @@ def test_axes_of_even_ranks_and_equal_losses_can_be_read(tmp_path):
             assert len(set(ticks)) == len(ticks) and axes.yaxis.get_offset_text().get_text() == ""
             if picture.title.startswith("Imbalance"):
                 assert axes.get_ylim() == (0, 0.01) and "0.4%" in ticks
+            if picture.title == "Time of a step":
+                assert axes.get_ylim()[1] > 94  # with room above the line
 
 
 @pytest.mark.slow
