@@ -38,6 +38,10 @@ from commons.whole_folder import whole_file
 _PATIENCE = 60.0
 # Most steps that are recorded, the first ones, so that a long run needs no more memory.
 _MOST_STEPS = 10_000
+_OF_BALANCED = (
+    "evenrank has balanced {} of these steps already: rows are as they were loaded, gains are those over a run without "
+    "balancing, and step times are not used."
+)
 
 
 @dataclass
@@ -133,6 +137,7 @@ def _observe(options: Observe, script: list[str]) -> int:
                 file,
                 world_size=np.int64(world_size),
                 unknown=np.int64(recorder.unknown),
+                balanced=np.int64(recorder.balanced),
                 rows=np.array([len(lengths) for lengths in recorder.lengths], np.int64),
                 lengths=np.concatenate([np.empty(0, np.int64), *recorder.lengths]),
                 seconds=np.array(recorder.seconds, np.float64),
@@ -163,7 +168,8 @@ def _report(options: Observe, patience: float) -> int:
         rows, seconds = _as_loaded(ranks, options.of_cost)
         if rows.num_ranks == 1:
             raise ValueError("one rank was observed; balancing needs several ranks: start the script with torchrun")
-        cost, note = step_cost(rows, seconds)
+        balanced = max(int(rank["balanced"]) for rank in ranks)
+        cost, note = (None, _OF_BALANCED.format(balanced)) if balanced else step_cost(rows, seconds)
         source = Source(
             name=f"{rows.num_steps} steps of {rows.num_ranks} ranks",
             load=lambda num_ranks, steps: rows.first_steps(steps),
@@ -219,7 +225,8 @@ def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
 def _load(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in ("world_size", "unknown", "rows", "lengths", "seconds")}
+            found = {name: file[name] for name in ("world_size", "unknown", "rows", "lengths", "seconds")}
+            return found | {"balanced": file["balanced"] if "balanced" in file else np.int64(0)}  # not in older records
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is no record of a rank, or damaged ({error}): run the script again") from None
 

@@ -36,6 +36,7 @@ class _Flight:
 
     def __init__(self) -> None:
         self.lengths: deque[np.ndarray | None] = deque()
+        self.handles: deque[Any] = deque()  # of the batches' shuffles; None for a batch without one
         self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
         self.num_trained = 0  # batches that were trained
         self.is_returned = False  # whether the caller of a staged pipeline has a batch to train
@@ -47,6 +48,7 @@ class Recorder:
     Attributes:
         lengths: for each step, the tokens of its rows, int64 `(rows,)`.
         seconds: for each step, the seconds since the end of the previous step; NaN for the first step of an epoch.
+        balanced: number of steps in which evenrank's shuffler moved rows.
         unknown: number of steps without lengths, because their batches were on a device or have no jagged tensor.
         has_begun: whether a step was trained.
 
@@ -60,7 +62,7 @@ class Recorder:
         self.has_begun = False
         self.lengths: list[np.ndarray] = []
         self.seconds: list[float] = []
-        self.unknown = 0
+        self.unknown = self.balanced = 0
         self._flights: weakref.WeakKeyDictionary[Any, _Flight] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -116,7 +118,9 @@ class Recorder:
 
     def _noted(self, pipeline: Any, batch: Any) -> Any:
         if batch is not None:
-            self._flight(pipeline).lengths.append(_lengths_of(batch))
+            flight = self._flight(pipeline)
+            flight.lengths.append(_lengths_of(batch))
+            flight.handles.append(batch.handle if isinstance(batch, ShufflingBatch) else None)
         return batch
 
     def _dropping(self, pipeline: Any, reset: Callable[[], Any]) -> None:
@@ -150,7 +154,8 @@ class Recorder:
         return batch
 
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
-        lengths, now, began = flight.lengths.popleft(), time.perf_counter(), flight.ended
+        lengths, handle = flight.lengths.popleft(), flight.handles.popleft()
+        now, began = time.perf_counter(), flight.ended
         flight.ended, flight.num_trained = now, flight.num_trained + 1
         evaluates = any(each.__name__.startswith("Eval") for each in type(pipeline).__mro__)
         if evaluates or not getattr(getattr(pipeline, "_model", None), "training", True):
@@ -162,6 +167,8 @@ class Recorder:
             self.unknown += 1
         elif len(self.lengths) < self._most_steps:
             self.lengths.append(lengths)
+            stats = None if handle is None else handle.stats
+            self.balanced += stats is not None and stats.moved
             self.seconds.append(float("nan") if began is None else now - began)
 
 

@@ -52,3 +52,14 @@ def test_a_script_trains_as_before_and_its_rows_are_on_record(tmp_path, capsys, 
     assert main(report) == 0 and f"{epochs * STEPS} steps of 2 ranks" in capsys.readouterr().out
     (tmp_path / "rank1.npz").unlink()
     assert main(report) == 2 and "ranks [1] of 2 have written no record to" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_script_that_evenrank_balances_already_is_told_so(tmp_path):
+    """Its rows are recorded as they were loaded, and its steps take the times of balanced ones."""
+    shown = run("-m", "evenrank.observe", "--folder", str(tmp_path), "examples/torchrec_dlrm.py")
+    changed = [before != after for before, after in re.findall(r"imbalance ([\d.]+%) → ([\d.]+%)", shown)]
+    with np.load(tmp_path / "rank0.npz", allow_pickle=False) as record:
+        assert record["balanced"] == sum(changed) == 10
+    assert "evenrank has balanced 10 of these steps already: rows are as they were loaded" in " ".join(shown.split())
+    assert "Uneven ranks cost" not in shown and "steps have times" not in shown
