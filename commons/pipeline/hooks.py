@@ -52,13 +52,14 @@ class BalancedPipeline:
         self._handed_out: deque[ShuffleHandle] = deque()  # handles of batches that were read and not yet copied
         self._stats: deque[Callable[[], ShuffleStats | None]] = deque()  # functions that read the stats, in flight
         self._read_stats: Callable[[], ShuffleStats | None] = no_stats
+        self._num_trained = 0  # batches of the current `progress`, as far as TorchRec's methods tell
         self._broken_by: str | None = None
         self._has_warned = False  # of an iterator that had ended
         self._starter = Starter(type(self).__name__, self.starts_on_thread)
 
     @property
     def last_stats(self) -> ShuffleStats | None:
-        """Stats of the batch that the last `progress` trained; None in mode "off"."""
+        """Stats of the last batch that the last `progress` trained; None in mode "off"."""
         return self._read_stats()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -83,6 +84,7 @@ class BalancedPipeline:
             self.batch_shuffler.engine.begin(self._starter)
             self._look_ahead = self._change_iterator(dataloader_iter)
         assert self._look_ahead is not None  # noqa: S101  the first call sets it
+        self._num_trained = 0
         output = self._advance(self._look_ahead)
         if not self._stats:
             raise RuntimeError(
@@ -90,7 +92,8 @@ class BalancedPipeline:
                 "of yours, copies batches where the hook does not expect it: use a version that evenrank supports, "
                 "and do not change the schedule"
             )
-        self._read_stats = self._stats.popleft()
+        for _ in range(min(max(1, self._num_trained), len(self._stats))):  # a subclass may train several in one call
+            self._read_stats = self._stats.popleft()
         return output
 
     def _advance(self, look_ahead: LookAhead) -> Any:
@@ -203,6 +206,10 @@ class HookAtCopy(BalancedPipeline):
         super()._copy_batch_to_gpu(cur_batch)  # type: ignore[misc]
         self._cur_batch = self._finished(self._cur_batch)
 
+    def _wait_for_batch(self, cur_batch: Any) -> None:
+        super()._wait_for_batch(cur_batch)  # type: ignore[misc]
+        self._num_trained += 1
+
     def _change_iterator(self, dataloader_iter: Iterator[Any]) -> LookAhead:
         if self._data_iter_stopped:  # the stock class needs reset() before a second epoch
             self._reset_data_iter()  # type: ignore[attr-defined]
@@ -214,12 +221,18 @@ class HookAtTransform(BalancedPipeline):
 
     hooked = ("_reset_data_iter",)
 
+    _input_transformer: Callable[[Any], Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._memcpy_stream = None
         self._stream_context = torch.cuda.stream
-        transform = self._input_transformer
-        self._input_transformer: Callable[[Any], Any] = lambda copied: transform(self._finished(copied))
+        self._transform = self._input_transformer
+        self._input_transformer = self._finish_and_transform
+
+    def _finish_and_transform(self, copied: Any) -> Any:
+        self._num_trained += 1  # the next thing that happens to it
+        return self._transform(self._finished(copied))
 
 
 class HookInSparseDist(BalancedPipeline):
@@ -257,6 +270,11 @@ class HookInSparseDist(BalancedPipeline):
             if result is not newest:
                 self.batches[-1] = result
         return enqueued
+
+    def dequeue_batch(self) -> None:
+        """Remove a trained batch, as TorchRec does, and count it."""
+        super().dequeue_batch()  # type: ignore[misc]
+        self._num_trained += 1
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
         """Finish the shuffle of a batch that another thread copied, then distribute inputs as TorchRec does."""

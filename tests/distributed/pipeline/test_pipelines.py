@@ -112,6 +112,31 @@ def test_an_iterator_that_starts_again_with_the_next_epoch(caplog):
         shuffler.drain()
 
 
+@pytest.mark.parametrize("name", ["base", "pt2, before it compiles", "sparse"])
+@on_two_ranks
+def test_a_subclass_that_trains_two_batches_in_a_call_trains_every_epoch(name):
+    stock, options = PIPELINES[name]
+
+    class TwoAtATime(stock):
+        def progress(self, dataloader_iter):
+            first = super().progress(dataloader_iter)
+            try:
+                return super().progress(dataloader_iter)
+            except StopIteration:
+                return first
+
+    (model, optimizer), last = models.build_sharded(), []
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        arguments = model, optimizer, torch.device("cpu")
+        pipeline = balanced(TwoAtATime)(*arguments, batch_shuffler=shuffler, **options)
+        for epoch in range(3):
+            for _ in steps_of(pipeline, rank_batches(dist.get_rank() + 10 * epoch, 3, [6])):
+                last.append(pipeline.last_stats.step)
+    assert last == [1, 2, 4, 5, 7, 8]
+    rows = [row for epoch in range(3) for row in expected_ids([3] * 2, 2, 10 * epoch, [6])]
+    assert sorted(of_all(itertools.chain(*head_of(model).seen))) == rows
+
+
 def test_no_rank_has_data(two_ranks):
     results = two_ranks.run(train, ("build_sharded",), "sparse", "balance", [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
