@@ -86,6 +86,10 @@ class BalancedPipeline:
         assert self._look_ahead is not None  # noqa: S101  the first call sets it
         self._num_trained = 0
         output = self._advance(self._look_ahead)
+        if not self._stats and self._look_ahead.ended and not self._handed_out:  # a subclass returned at the end
+            if (error := self._look_ahead.take_error()) is not None:
+                raise error
+            return output
         if not self._stats:
             raise RuntimeError(
                 f"{type(self).__name__} trained a batch whose shuffle was never finished; this TorchRec, or a subclass "

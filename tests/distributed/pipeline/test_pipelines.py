@@ -137,6 +137,30 @@ def test_a_subclass_that_trains_two_batches_in_a_call_trains_every_epoch(name):
     assert sorted(of_all(itertools.chain(*head_of(model).seen))) == rows
 
 
+class _NoneAtTheEnd(TrainPipelineSparseDist):
+    """Returns None where TorchRec raises StopIteration."""
+
+    def progress(self, dataloader_iter):
+        with contextlib.suppress(StopIteration):
+            return super().progress(dataloader_iter)
+
+
+@on_two_ranks
+def test_a_subclass_that_returns_at_the_end_goes_on_and_raises_errors_of_the_data():
+    rank, (model, optimizer) = dist.get_rank(), models.build_sharded()
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = balanced(_NoneAtTheEnd)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        for epoch in range(3):
+            fails_at = 3 if epoch == 1 and rank == 1 else None
+            source = Source(rank_batches(rank + 10 * epoch, 3, [6]), fails_at, ValueError("broken disk"))
+            said = pytest.raises(ValueError, match="broken disk") if epoch == 1 else contextlib.nullcontext()
+            with said:
+                while pipeline.progress(source) is not None:
+                    pass
+    rows = [row for epoch in range(3) for row in expected_ids([3] * 2, 2, 10 * epoch, [6])]
+    assert sorted(of_all(itertools.chain(*head_of(model).seen))) == rows
+
+
 def test_no_rank_has_data(two_ranks):
     results = two_ranks.run(train, ("build_sharded",), "sparse", "balance", [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
