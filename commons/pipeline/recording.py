@@ -21,8 +21,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.pipeline.look_ahead import ShufflingBatch
 
-# Pipelines that define a method to read batches, which their subclasses call.
-_READERS = (
+# Pipelines that define `reset`, which drops batches, or inherit one that drops nothing; their subclasses call theirs.
+_RESET = (
     train_pipelines.TrainPipelineBase,
     train_pipelines.TrainPipelineSparseDist,
     train_pipelines.StagedTrainPipeline,
@@ -40,6 +40,7 @@ class _Flight:
         self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
         self.num_trained = 0  # batches that were trained
         self.is_returned = False  # whether the caller of a staged pipeline has a batch to train
+        self.is_reading = False  # whether `_next_batch` is called, which may call the method that it overrides
 
 
 class Recorder:
@@ -68,10 +69,9 @@ class Recorder:
     def install(self) -> None:
         """Start to record all of TorchRec's training pipelines, and subclasses that the script defines."""
         base = train_pipelines.TrainPipeline
-        for reader in _READERS:
-            self._wrap(reader, "_next_batch", self._reading)
-            if "reset" in vars(reader):  # else it inherits one that drops nothing
-                self._wrap(reader, "reset", self._dropping)
+        for pipeline in _RESET:
+            if "reset" in vars(pipeline):
+                self._wrap(pipeline, "reset", self._dropping)
         self._wrap_iterator(train_pipelines.TrainPipelinePT2)
         for pipeline in _subclasses(base):
             self._record(pipeline)
@@ -84,6 +84,8 @@ class Recorder:
 
     def _record(self, pipeline: type) -> None:
         """Record the steps of a pipeline that defines `progress`; of an evaluation too, whose batches are dropped."""
+        if "_next_batch" in vars(pipeline):
+            self._wrap(pipeline, "_next_batch", self._reading)
         if "progress" in vars(pipeline):
             is_staged = issubclass(pipeline, train_pipelines.StagedTrainPipeline)
             self._wrap(pipeline, "progress", self._staging if is_staged else self._training)
@@ -114,7 +116,16 @@ class Recorder:
         return self._flights.setdefault(pipeline, _Flight())
 
     def _reading(self, pipeline: Any, read: Callable[[], Any]) -> Any:
-        return self._noted(pipeline, read())
+        """Call a `_next_batch`; of nested calls only the outer one returns what the pipeline trains."""
+        flight = self._flight(pipeline)
+        if flight.is_reading:
+            return read()
+        flight.is_reading = True
+        try:
+            batch = read()
+        finally:
+            flight.is_reading = False
+        return self._noted(pipeline, batch)
 
     def _noted(self, pipeline: Any, batch: Any) -> Any:
         if batch is not None:
