@@ -159,10 +159,10 @@ def windowed_iter(
 
     `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.
     The number of steps is that of the rank with the most batches; ranks without data left continue with rows of other
-    ranks. The size of the global batch does not change, except in the last window, whose rows are spread over its
-    steps, and with equal_size=False, where the steps of a window may have different sizes. A thread reads, plans and
-    exchanges the next window, over gloo, while one window trains. So the host needs memory for two windows, and for two
-    more copies of one window during the exchange.
+    ranks. The rows of a window are spread evenly over its steps, so that the size of the global batch changes only in
+    the last window and where batches have different sizes; with equal_size=False the steps of a window may have
+    different sizes. A thread reads, plans and exchanges the next window, over gloo, while one window trains. So the
+    host needs memory for two windows, and for two more copies of one window during the exchange.
 
     All ranks of the group call this together, on the main thread. Do not use `iterator` elsewhere: a thread reads it,
     ahead of training.
