@@ -235,7 +235,7 @@ class HookAtTransform(BalancedPipeline):
         self._input_transformer = self._finish_and_transform
 
     def _finish_and_transform(self, copied: Any) -> Any:
-        self._num_trained += 1  # the next thing that happens to it
+        self._num_trained += 1  # its training follows in the same `progress`
         return self._transform(self._finished(copied))
 
 
