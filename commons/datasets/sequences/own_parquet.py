@@ -244,17 +244,19 @@ class EventFiles:
             raise ValueError(
                 f"{self._where(name)} is of type {kind}; times are timestamps, dates or numbers since 1970: convert it"
             )
-        unit, scaled, late = stated, value, f"{value} > {_YEAR_3000 * stated}"
+        # Nanoseconds since 1970 have 63 bits, which end in 2262.
+        most, year = min((_YEAR_3000 * stated, 3000), (2**63, 2262))
+        unit, scaled, late = stated, value, f"{value} >= {most}"
         if pa.types.is_floating(kind):
             # Microseconds: as precise as a double is for seconds since 1970. Rounded, because 0.123 is slightly less.
             unit = max(stated, 1_000_000)
             scaled = f"round({value}::DOUBLE * {unit // stated})"
             late += f" OR isnan({value})"
         rule = (
-            f"it is no number or lies beyond the year 3000 in {self._columns.time_unit!r}: set columns.time_unit to "
+            f"it is no number or lies beyond the year {year} in {self._columns.time_unit!r}: set columns.time_unit to "
             "'ms', 'us' or 'ns', or correct the times"
         )
-        early = f"{value} < -{_YEAR_3000 * stated}"
+        early = f"{value} < -{most}"
         scaled = _checked(name, scaled, early, found, "it is long before 1970: correct it")
         return unit, _without_nulls(name, _checked(name, scaled, late, found, rule))
 

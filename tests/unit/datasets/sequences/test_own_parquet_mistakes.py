@@ -88,6 +88,15 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
         (COLUMNS, {"ts": [1.7e12] * 5}, "has the time 1700000000000.0 in row 1, counted from 1;"),
         (COLUMNS, {"ts": [1_700_000_000_000] * 5}, "year 3000 in 's': set columns.time_unit to 'ms', 'us' or 'ns'"),
         (COLUMNS, {"ts": [-(2**62)] * 5}, "long before 1970"),
+        # Nanoseconds that a stored time cannot represent.
+        *(
+            (EventColumns("uid", "iid", "ts", "ns"), {"ts": pa.array([1, time, 3, 4, 5], kind)}, message)
+            for time, kind, message in (
+                (2**63, pa.uint64(), "in row 2, counted from 1; it is no number or lies beyond the year 2262 in 'ns'"),
+                (float(2**63), pa.float64(), "row 2, counted from 1; it is no number or lies beyond the year 2262"),
+                (-1e19, pa.float64(), "has the time -1e+19 in row 2, counted from 1; it is long before 1970"),
+            )
+        ),
         (COLUMNS, {"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
         (COLUMNS, {"iid": [1.5] * 5}, "is of type double; it must have integers, strings or booleans"),
         (
