@@ -40,6 +40,10 @@ _YEAR_3000 = 32_503_680_000
 # Columns that the query adds: file and number of the row, and whether the row is a user without events.
 _FILE, _ROW, _IS_EMPTY = "__evenrank_file", "__evenrank_row", "__evenrank_is_empty"
 _ROW_COUNTER = "file_row_number"
+_WHOLE_ROWS = (
+    "every event has a user, an item, a time and its actions, and lists of a row have equal lengths: fill or remove "
+    "such rows"
+)
 _NO_ACTION = 'an action is 0 or 1, or a condition: write for example "{0} >= 4" or "{0} == buy"'
 
 
@@ -178,15 +182,8 @@ class EventFiles:
         ValueError for a damaged file, a null, or an invalid value.
         """
         paths = ", ".join(sql_text(glob.escape(str(path))) for path in self._paths)
-        # If lists of a row have different lengths, unnest fills the shorter ones with nulls, which are errors.
-        values = [
-            f"unnest(CASE WHEN len({sql_name(name)}) > 0 THEN {sql_name(name)} ELSE [NULL] END) AS {sql_name(name)}"
-            if name in self._listed
-            else sql_name(name)
-            for name in self._types
-        ]
         is_empty = f"len(coalesce({sql_name(self._columns.item)}, [])) = 0" if self._is_lists else "false"
-        values += [_FILE, f"{self._row} AS {_ROW}", f"{is_empty} AS {_IS_EMPTY}"]
+        values = [f"{self._row} AS {_ROW}", *map(self._unnested, self._types), _FILE, f"{is_empty} AS {_IS_EMPTY}"]
         # Folders such as "day=1" are names: their values would replace those of a column.
         options = f"union_by_name=true, hive_partitioning=false, filename={sql_text(_FILE)}"
         rows = f"(SELECT {', '.join(values)} FROM read_parquet([{paths}], {options}))"  # noqa: S608
@@ -198,6 +195,16 @@ class EventFiles:
                 raise ValueError(f"column {message}") from None
             found = "has values out of range" if isinstance(error, duckdb.ConversionException) else "is damaged"
             raise ValueError(f"{self.source} {found} ({reason_of(error)}): write it again") from error
+
+    def _unnested(self, name: str) -> str:
+        """SQL of a column; of a list, one row per entry. Unnest itself would fill shorter lists of a row with nulls."""
+        if name not in self._listed:
+            return sql_name(name)
+        value, items = sql_name(name), sql_name(self._columns.item)
+        entries = f"CASE WHEN len({value}) > 0 THEN {value} ELSE [NULL] END"
+        uneven = f"len({value}) <> len(coalesce({items}, []))"
+        checked = _checked(name, entries, uneven, "' has a list of another length than the items'", _WHOLE_ROWS)
+        return f"unnest({checked}) AS {value}"
 
     def _select(self, time: str) -> str:
         """SQL of the store's columns; DuckDB raises an error for an invalid value."""
@@ -356,11 +363,7 @@ def _checked(name: str, value: str, wrong: str, found: str, rule: str) -> str:
 
 
 def _without_nulls(name: str, value: str, allowed: str = _IS_EMPTY) -> str:
-    rule = (
-        "every event has a user, an item, a time and its actions, and lists of a row have equal lengths: fill or "
-        "remove such rows"
-    )
-    return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", rule)
+    return _checked(name, value, f"({sql_name(name)} IS NULL) <> {allowed}", "' has a null'", _WHOLE_ROWS)
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -30,7 +30,7 @@ def test_an_action_that_no_event_has_is_logged(tmp_path, caplog):
     ]
 
 
-LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]]}
+LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]], "stars": [[4, 5], None]}
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,22 @@ def test_columns_and_values_of_events(tmp_path, columns, changes, message):
     [
         ({"ts": [[1], [2, 3]]}, "column 'ts' of"),
         ({"ts": [1, 2]}, "is of type int64; it must be a list, like items"),
-        ({"iid": [[1, 2], None]}, "has a null in row 2, counted from 1"),
+        ({"iid": [[1, 2], None]}, "has a list of another length than the items in row 2, counted from 1"),
+        ({"stars": [[4, 5], [4]]}, "column 'stars' of"),  # a condition is false for a null, not for a missing entry
+        ({"stars": [[4, 5], []]}, "has a list of another length than the items in row 2, counted from 1"),
+        ({"iid": [[1, 2], []], "ts": [[1, 2], []], "stars": [[4, 5], [4]]}, "another length than the items in row 2"),
+        ({"ts": [[1, 2], None]}, "has a null in row 2, counted from 1"),
         ({"iid": [[1, None], [2, 3]]}, "has a null in row 1, counted from 1"),
         ({"uid": [[1], [2]]}, "is a list, and one row per user with lists"),
         (
-            {"iid": pa.array([[], []], pa.list_(pa.int64())), "ts": pa.array([[], []], pa.list_(pa.int64()))},
+            {name: pa.array([[], []], pa.list_(pa.int64())) for name in ("iid", "ts", "stars")},
             "no items in",
         ),
     ],
 )
 def test_lists_of_users(tmp_path, changes, message):
-    assert message in error_of(write(tmp_path / "users.parquet", LISTS, **changes), EventColumns("uid", "iid", "ts"))
+    source = write(tmp_path / "users.parquet", LISTS, **changes)
+    assert message in error_of(source, EventColumns("uid", "iid", "ts", actions=("stars >= 4",)))
 
 
 def test_files(tmp_path):
