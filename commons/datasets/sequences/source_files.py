@@ -50,7 +50,8 @@ def read_columns(path: Path) -> pa.Schema:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
         if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
-            copy = f"COPY '{path}' TO '{path}.parquet'"
+            quoted = str(path).replace("'", "''")
+            copy = f"COPY '{quoted}' TO '{quoted}.parquet'"
             raise ValueError(
                 f"{path} is no parquet file; a source has only such files: convert it with DuckDB, which is installed, "
                 f'and move it elsewhere: python -c "import duckdb; duckdb.sql(\\"{copy}\\")"'

@@ -199,7 +199,7 @@ def test_columns_named_as_duckdb_s_counters(tmp_path):
     assert f"column 'click' of {source} has 2; an action is 0 or 1" in error_of(source)
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log-2024.01.csv", "log.v2.CSV"])
+@pytest.mark.parametrize("name", ["log.csv", "log-2024.01.csv", "log.v2.CSV", "Ann's log.csv"])
 def test_a_csv_says_what_makes_it_parquet(tmp_path, name):
     """And that command, as printed, does so."""
     source = tmp_path / name
