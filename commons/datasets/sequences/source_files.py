@@ -11,6 +11,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from commons.console import reason_of
+from commons.datasets.sequences.event_store import sql_text
 
 # Suffixes of files that DuckDB can convert.
 _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
@@ -50,8 +51,7 @@ def read_columns(path: Path) -> pa.Schema:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
         if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
-            quoted = str(path).replace("'", "''")
-            copy = f"COPY '{quoted}' TO '{quoted}.parquet'"
+            copy = f"COPY {sql_text(str(path))} TO {sql_text(f'{path}.parquet')}"
             raise ValueError(
                 f"{path} is no parquet file; a source has only such files: convert it with DuckDB, which is installed, "
                 f'and move it elsewhere: python -c "import duckdb; duckdb.sql(\\"{copy}\\")"'
