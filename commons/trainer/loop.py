@@ -145,7 +145,8 @@ class TrainingLoop:
             self._log.print_line(line)
         # A run that was complete is not evaluated a second time, unless its last update came after an evaluation.
         evaluated = on_rank_0(lambda: self._log.evaluated, self._device)
-        self._results = evaluated if self._update.is_whole_after(self._step) else {}
+        is_of_these_weights = self._update.is_whole_after(self._step) or not self._progress.evaluates
+        self._results = evaluated if is_of_these_weights else {}
         self._evaluated_at = self._step if self._results else -1
         self._profiler = StepProfiler(self._args, self._device, self._step)
         self._of_first_line = {"resumed": 1} if self._step else {}  # the report leaves this line out of times
@@ -223,14 +224,14 @@ class TrainingLoop:
             rows = self._schedule.rows_after(self._step)
             in_window = start.row + behind_window + rows - first_rows - place.row if place.steps else 0
             window_of = self._data.window_of() if place.steps else {}
-            evaluates = bool(trained) and self._evaluates_after(self._step)
+            evaluates = self._evaluates_after(self._step)
             self._progress = TrainProgress(
                 self._step, epoch, place.row, place.steps, in_window, window_of, rows, evaluates
             )
             if trained and self._saves_after(self._step):
                 self._save()
             # After the last step, the evaluation follows the last update.
-            if evaluates and not self._has_trained_all(self._step):
+            if trained and evaluates and not self._has_trained_all(self._step):
                 self._evaluate()
             # `trained` is equal on all ranks: they train together until the data of the last rank end.
             if not trained or not self._pauses_after(self._step):

@@ -125,6 +125,13 @@ def test_a_run_that_ended_within_its_last_evaluation_makes_it_up(two_ranks, tmp_
     assert run() == [before, after] and before != after
 
 
+def test_a_complete_run_is_evaluated_once_after_a_short_accumulation(two_ranks, tmp_path):
+    evaluates = {"eval_interval": 100, "num_epochs": 1, "ckpt_load_dir": str(tmp_path / "checkpoints")}
+    for _ in range(2):
+        two_ranks.run(run_loop, str(tmp_path), build_plain, 7, kill_at=99, accumulation_steps=4, evaluates=evaluates)
+        assert [line["step"] for line in lines(tmp_path) if "eval_loss" in line] == [7]
+
+
 @pytest.mark.parametrize(
     "dtype, largest, terms, steps",
     [
