@@ -16,7 +16,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from commons.checks import as_count, require_names
+from commons.checks import as_count, kind_of, require_names
 from commons.sequence_batch.fields import Path, path_name
 from commons.sequence_batch.host_copies import carry_host_copy, host_arrays
 from commons.sequence_batch.open_batch import batch_device, replace_rows, row_counts, row_fields, value_at
@@ -70,7 +70,8 @@ class BaseBatch(Pipelineable, _Slots):
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
             is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
             twice.
-        TypeError: `contextual_feature_names`, or `host_fields` of a subclass, is one string.
+        TypeError: `contextual_feature_names`, or `host_fields` of a subclass, is one string; `labels` without a tensor,
+            such as a list of numbers.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -103,7 +104,18 @@ class BaseBatch(Pipelineable, _Slots):
                 f"contextual_feature_names is {self.contextual_feature_names}; a repeated name would add a feature's "
                 "tokens again: name every feature once"
             )
+        self._check_labels_have_rows()
         self._check_padding_is_empty()
+
+    def _check_labels_have_rows(self) -> None:
+        """Raise TypeError for labels that would stay while their rows move, and count as no loss terms."""
+        if self.labels is None or (isinstance(self.labels, dict) and not self.labels):
+            return
+        if next(row_fields(self.labels), None) is None:
+            raise TypeError(
+                f"labels is {kind_of(self.labels)} without tensors; labels move with their rows as a tensor "
+                "(batch_size, ...) or a KeyedJaggedTensor: convert them, or leave them out"
+            )
 
     def _check_padding_is_empty(self) -> None:
         if self.actual_batch_size == self.batch_size:

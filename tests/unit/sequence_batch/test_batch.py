@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -102,3 +103,10 @@ def test_features_and_labels_are_enough():
 def test_a_wrong_batch_is_refused(changes, message):
     with pytest.raises(TypeError if "list of names" in message else ValueError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 1], (0, 1, 1), np.array([0, 1, 1]), {"click": [0, 1, 1]}])
+def test_labels_that_would_not_move_with_their_rows_are_refused(labels):
+    with pytest.raises(TypeError, match=r"^labels is an? (list|tuple|ndarray|dict) without tensors; labels move with "):
+        make(labels=labels)
+    assert make(labels={}).num_loss_tokens() == 0
