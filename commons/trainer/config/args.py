@@ -169,8 +169,8 @@ class TrainerArgs:
 
     global_batch_size: int | None = None
     """Rows of a training step over all ranks together, instead of train_batch_size; every rank trains an equal part. A
-    run that continues with fewer or more ranks then has the same steps; with shuffle_window above 1, the same windows.
-    None: train_batch_size rows on every rank."""
+    run that continues with fewer or more ranks then has the same steps; with shuffle_window above 1, the same windows;
+    with budget_per_rank, other steps of at most these rows. None: train_batch_size rows on every rank."""
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
