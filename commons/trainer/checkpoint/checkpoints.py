@@ -187,7 +187,8 @@ class Checkpointer:
                 "shuffler": self._shuffler.state_dict(),
                 "digests": digests,
             }
-            on_rank_0(lambda: complete_checkpoint(unfinished, final, content, self._args.ckpt_keep), device)
+            keep = self._args.ckpt_keep
+            on_rank_0(lambda: complete_checkpoint(unfinished, final, content, keep, self._damaged), device)
         except ValueError as problem:
             on_rank_0(lambda: discard(unfinished), device)
             if dist.get_rank() == 0:

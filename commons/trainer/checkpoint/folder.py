@@ -82,14 +82,17 @@ def digests_of(folder: Path, names: Iterable[str] | None = None, *, rank: int, r
     return digests
 
 
-def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
+def complete_checkpoint(
+    unfinished: Path, final: Path, state: Mapping[str, Any], keep: int, damaged: list[Path] | None = None
+) -> None:
     """Write the state file, rename the folder, remove old checkpoints.
 
     Args:
         unfinished: the folder with all other files.
         final: the folder's new name.
         state: content of the state file without the version, JSON-ready; "digests" has every file's digest by name.
-        keep: number of checkpoints to keep, this one included; checkpoints of later steps do not count.
+        keep: number of checkpoints to keep, this one included; those of later steps and damaged ones do not count.
+        damaged: checkpoints that were found damaged; the new one is removed from the list.
 
     Raises:
         OSError: a file is missing or cannot be written.
@@ -109,10 +112,13 @@ def complete_checkpoint(unfinished: Path, final: Path, state: Mapping[str, Any],
     discard(final)
     unfinished.rename(final)
     _sync(final.parent)  # before older checkpoints are removed, so that a power cut loses none but the new one
+    if damaged and final in damaged:
+        damaged.remove(final)
     until_now = [path for path in list_checkpoints(final.parent) if _step_of(path) <= _step_of(final)]
     # Those of a killed run are removed now, not at the start, when the run before may still be writing its last one.
     left = [path for path in final.parent.glob(f"{_PREFIX}*{_UNFINISHED}") if path.stem[len(_PREFIX) :].isdigit()]
-    for old in (*until_now[:-keep], *left):
+    first_kept = [path for path in until_now if path not in (damaged or ())][-keep:][0]
+    for old in (*until_now[: until_now.index(first_kept)], *left):
         discard(old)
 
 

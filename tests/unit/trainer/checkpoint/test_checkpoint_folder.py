@@ -26,13 +26,13 @@ from commons.trainer.checkpoint.folder import (
 from commons.trainer.checkpoint.random_state import kept_random_state, random_state, set_random_state
 
 
-def save(folder, step, keep=9):
+def save(folder, step, keep=9, damaged=None):
     final = checkpoint_path(folder, step)
     unfinished = unfinished_path(final)
     make_empty(unfinished)
     dcp.save({"x": torch.arange(step)}, checkpoint_id=unfinished, no_dist=True)
     digests = digests_of(unfinished, rank=0, ranks=1)
-    complete_checkpoint(unfinished, final, {"progress": {"step": step}, "digests": digests}, keep)
+    complete_checkpoint(unfinished, final, {"progress": {"step": step}, "digests": digests}, keep, damaged)
     return final
 
 
@@ -51,6 +51,20 @@ def test_the_last_ones_are_kept(tmp_path):
     assert read_state(save(tmp_path, 12, keep=2))["progress"] == {"step": 12}
     assert steps(tmp_path) == [10, 12]
     assert holds_checkpoint(tmp_path) and holds_checkpoint(checkpoint_path(tmp_path, 12))
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path):
+    for step in (2, 4, 5):
+        save(tmp_path, step)
+    damage(checkpoint_path(tmp_path, 5))
+    damaged = []
+    latest_whole(tmp_path, damaged)
+    save(tmp_path, 6, keep=2, damaged=damaged)
+    assert steps(tmp_path) == [4, 5, 6]  # two whole ones
+    save(tmp_path, 5, keep=2, damaged=damaged)  # written again: it counts
+    assert steps(tmp_path) == [4, 5, 6] and not damaged
+    save(tmp_path, 8, keep=2, damaged=damaged)
+    assert steps(tmp_path) == [6, 8]
 
 
 def test_a_damaged_one_of_a_later_step_replaces_no_new_one(tmp_path):
