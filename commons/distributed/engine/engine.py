@@ -195,8 +195,8 @@ class ShuffleEngine:
         self.num_cap_exceeded += 1
         if self.num_cap_exceeded == 1 and (last := read_stats()) is not None:
             logger.warning(
-                "no plan of step %d, counted from 0, keeps max_tokens_per_rank=%s, the best one exceeds it by %d "
-                "tokens; later ones are counted in num_cap_exceeded: raise the cap or lower the batch size",
+                "no plan found for step %d, counted from 0, keeps max_tokens_per_rank=%s, the best one exceeds it by "
+                "%d tokens; later ones are counted in num_cap_exceeded: raise the cap or lower the batch size",
                 last.step + 1 - last.window,
                 self._options.max_tokens_per_rank,
                 excess_tokens,

@@ -103,8 +103,8 @@ def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.
             parts = f"{given.num_steps} steps of {given.num_parts} ranks"
         raise ValueError(
             f"max_tokens is {given.max_tokens}, the best plan found holds {most_tokens} tokens in one partition, "
-            f"{most_tokens - given.max_tokens} more; {int(tokens.sum())} tokens do not fit {parts}: raise max_tokens, "
-            "use more partitions or fewer samples"
+            f"{most_tokens - given.max_tokens} more, for {int(tokens.sum())} tokens in {parts}; no plan was found that "
+            "keeps the cap: raise max_tokens, use more partitions or fewer samples"
         )
     return assignment, loads, bound
 

@@ -292,7 +292,7 @@ def test_batches_are_numbered_from_epoch_to_epoch(window):
             windowed = windowed_iter(iter([BaseBatch(jagged, 2)] * 4), shuffler, window)
             numbers += [windowed.take_stats().step for _ in windowed]
     assert numbers == list(range(8))
-    assert warnings[0].startswith("no plan of step 4, counted from 0, keeps max_tokens_per_rank=7")
+    assert warnings[0].startswith("no plan found for step 4, counted from 0, keeps max_tokens_per_rank=7")
 
 
 @on_ranks

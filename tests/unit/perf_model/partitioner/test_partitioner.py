@@ -211,7 +211,11 @@ def test_bad_workloads(function, values, message):
         ({"tokens": [1, 2, -1]}, r"tokens\[2\] is -1"),
         ({"tokens": [1, 2, 3], "max_tokens": 0}, "max_tokens is 0; it must be an integer of at least 1"),
         ({"max_tokens": 5}, "max_tokens is 5, tokens is None; a cap needs the tokens of each row"),
-        ({"tokens": [6, 6, 6], "max_tokens": 10}, "the best plan found holds 12 tokens in one partition, 2 more"),
+        (  # not that the tokens do not fit: of 20,000 tight caps 24 can be kept, and no plan was found
+            {"tokens": [6, 6, 6], "max_tokens": 10},
+            "max_tokens is 10, the best plan found holds 12 tokens in one partition, 2 more, for 18 tokens in 2 "
+            "partitions; no plan was found that keeps the cap: raise max_tokens, use more partitions or fewer samples",
+        ),
         ({"home": [0, 1]}, "home has 2 entries, there are 3 rows"),
         ({"home": [0, 1, 2]}, r"home\[2\] is 2; a home is a partition in \[0, 2\)"),
         ({"home": np.array([0, -1, 1], np.int32)}, r"home\[1\] is -1; a home is a partition in \[0, 2\)"),
