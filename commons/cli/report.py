@@ -151,7 +151,7 @@ def _column(report: RunReport) -> dict[str, dict[str, str]]:
                 for name in PARTS
             },
             "all of it": format_number("{:,.1f}", total),
-            "balancing takes off": format_number("{:,.1f}", time.saved if time and report.balancing != "off" else None),
+            "balancing takes off": format_number("{:,.1f}", time.saved if time and gain.work is not None else None),
         },
         "beside the steps, ms of a step": {
             "gather": format_number("{:,.1f}", getattr(background, "gather_ms", None)),
@@ -245,7 +245,7 @@ def _figures(reports: Sequence[RunReport], ranked: Sequence[RunComparison]) -> l
         for each in compared[:_MOST_NAMED]
     ]
     figures += [
-        (gain.imbalance_before, "{:.1%}", f"imbalance as loaded{of}"),
+        (gain.imbalance_before, "{:.1%}", f"imbalance as {'loaded' if report.knows_loaded else 'trained'}{of}"),
         (gain.imbalance_after, "{:.1%}", f"imbalance{would or ' as balanced'}{of}"),
         (gain.work, "{:.2f}×", f"speed-up of the slowest rank{would}{of}"),
         (gain.step, "{:.2f}×", f"speed-up of a step{would}, measured{of}"),

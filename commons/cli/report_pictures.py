@@ -43,6 +43,8 @@ def _pictures_of(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator
     log, is_balanced = reports[0].log, reports[0].balancing == "balanced"
     title, of = "Imbalance", ""
     lines = [("as loaded", log, "before"), ("balanced" if is_balanced else "planned", log, "after")]
+    if not reports[0].knows_loaded:
+        lines = [("as trained", log, "before")]
     if len(reports) > 1:
         title, of = "Imbalance as trained", ", as each run trained its rows"
         lines = [(name, each.log, each.trained) for name, each in zip(names, reports)]
@@ -59,7 +61,8 @@ def _pictures_of(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator
             ("loads", "Load of each rank", "work"),
             ("lookups", "Keys of each rank", "embedding lookups"),
         ):
-            columns = {"as loaded": f"{what}_before"} | ({"balanced": f"{what}_after"} if is_balanced else {})
+            before = "as loaded" if reports[0].knows_loaded else "as trained"
+            columns = {before: f"{what}_before"} | ({"balanced": f"{what}_after"} if is_balanced else {})
             yield from _ranks(log, title, meaning, columns)
         text = "Median of the steps of each line of the log, in milliseconds."
         yield from _curves("Time of a step", text, [("", log, "step_ms")], "ms", _from_zero)

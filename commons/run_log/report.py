@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -101,6 +101,9 @@ class RunReport:
         self.speed = _speed_of(log)
         self.step_time = step_time_of(log, self.trained)  # None if no line has times
         self.gain = _gain_of(log, self.balancing, self.step_time)
+        if not self.knows_loaded:  # a plan for rows that are balanced already says nothing about the gain
+            unknown = ("imbalance_after", "worst_after", "work", "possible", "step", "predicted_step", "gated", "gap")
+            self.gain = replace(self.gain, **dict.fromkeys(unknown))
         self.time_fit = time_fit_of(log, self.trained)
         # None without a shuffler, or in mode "off"
         self.background = _background_of(log, exchanges=self.moves_rows and self.window > 1)
@@ -120,6 +123,11 @@ class RunReport:
     def moves_rows(self) -> bool:
         """Whether the shuffler moves rows; with a sampler they are read where they are trained."""
         return self.balancing == "balanced" and not self.by_work
+
+    @property
+    def knows_loaded(self) -> bool:
+        """Whether "before" is the rows as loaded; if rank 0 assigned them by their work, it is the rows as trained."""
+        return self.balancing == "balanced" or not self.by_work
 
     @property
     def is_as_loaded(self) -> bool:

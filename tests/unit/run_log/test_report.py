@@ -128,6 +128,11 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
     own = report_of(tmp_path / "b", steps, config=config, before_in_turn=in_turn)
     for run in (own, unbalanced(tmp_path / "c", steps, config)):  # the second one's shuffler is in mode "off"
         is_gain_known = run is own and in_turn == 1
+        shown = rows_of([run])
+        assert ("→" in shown["imbalance, mean"][0]) is ("  possible" in shown) is is_gain_known
+        assert (run.gain.work is not None) is ("balancing takes off" in shown) is is_gain_known
+        names = [name for _, name in answer_of([run]).figures]
+        assert f"imbalance as {'loaded' if is_gain_known else 'trained'}" in names
         left = f": the imbalance is {run.gain.imbalance_before:.1%}. To measure the gain, train a run without it and "
         assert (left in advice_of(run)) is not is_gain_known
         (against,) = compare_runs([base, run])
