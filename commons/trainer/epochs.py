@@ -67,7 +67,9 @@ class Epochs:
         if self._args.balances_at_loading:
             _require_no_groups(self._args, shuffler)
         if self._args.balancing in ("sampler", "budget"):
-            loader, self._in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
+            loader, in_turn = balanced_loader(loader, recipe.config.dataset, self._args, shuffler)
+            # In mode "off" no stats have loads, and the log has only the imbalance of the rows as read.
+            self._in_turn = None if shuffler.options.mode == "off" else in_turn
         self.loader = loader
         self._row_order = stated_by(getattr(loader, "dataset", None), "row_order")
         self._source: DataLoader[Any] | SingleRankLoader = loader
