@@ -52,7 +52,7 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
             raise ValueError(
                 "this process was not started by torchrun; every rank is a process of its own: run "
                 f"`torchrun --standalone --nproc_per_node=2 {_program()}`, or under Slurm `srun torchrun` "
-                "as in examples/slurm.sbatch"
+                "as in examples/slurm.sbatch, or, in a notebook, pass ranks=RankInfo(...) to train"
             )
         ranks = RankInfo.of_torchrun()
     if device_type != "cpu" and (problem := driver_problem()) is not None:

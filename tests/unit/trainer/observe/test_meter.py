@@ -169,7 +169,7 @@ def test_the_clock_leaves_out_what_lies_between_steps(monkeypatch):
 def test_ranks_on_no_device_and_without_torchrun_do_not_start():
     with pytest.raises(ValueError, match="device_type is 4; it must be one of 'auto', 'cpu', 'cuda': choose one"):
         initialize_ranks(4)
-    with pytest.raises(ValueError, match="not started by torchrun; .*: run `torchrun --standalone --nproc_per_node=2 "):
+    with pytest.raises(ValueError, match="torchrun; .*: run `torchrun .*, in a notebook, pass ranks=RankInfo"):
         initialize_ranks()
 
 
