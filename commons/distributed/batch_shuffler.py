@@ -236,9 +236,14 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         Raises:
             RuntimeError: the shuffler has already shuffled.
-            ValueError: speeds that are not integers.
+            ValueError: not a result of `state_dict`, or speeds that are not integers.
         """
-        self.engine.step_times.load(state.get("speeds", []))
+        if "speeds" not in state:  # such as a whole checkpoint: the speeds would be lost without a message
+            raise ValueError(
+                f"the state has the entries {sorted(state)}; a shuffler's state has 'speeds': load the result of "
+                "state_dict"
+            )
+        self.engine.step_times.load(state["speeds"])
 
     @property
     def last_stats(self) -> ShuffleStats | None:

@@ -234,7 +234,8 @@ def _steps(factors, state=None):
     """Stats of a step for each factor of the slow rank's times; no row is lost or doubled."""
     taken = []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
-        shuffler.load_state_dict(state or {})
+        if state is not None:
+            shuffler.load_state_dict(state)
         for step, factor in enumerate(factors):
             batch = rich_batch(step, [16] * 4, max_length=20)
             result = shuffler.shuffle(batch)

@@ -1,11 +1,13 @@
 """Which rank is slow, told from simulated times: slow hardware within 50 steps, uneven data never."""
 
 import logging
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.perf_model.speed_control import LOOK_STEPS
 
 SLOWER = 1.5
@@ -148,6 +150,14 @@ def test_speeds_of_an_earlier_run_are_in_force_from_the_first_table_on():
     RankSpeeds(range(2), 0, times, "measured")
     with pytest.raises(RuntimeError, match="has already shuffled"):
         times.load([1024, 700])
+
+
+def test_a_checkpoint_in_place_of_a_shuffler_s_state_is_refused():
+    """Else the speeds would be lost without a message."""
+    with closing(TokensBalancedBatchShuffler()) as shuffler:
+        with pytest.raises(ValueError, match=r"has the entries \['model', 'shuffler'\]; .* has 'speeds': load the res"):
+            shuffler.load_state_dict({"model": {}, "shuffler": shuffler.state_dict()})
+        shuffler.load_state_dict(shuffler.state_dict())
 
 
 @pytest.mark.parametrize("option", ["measured", "observe"])
