@@ -148,6 +148,7 @@ def read_config_rows(
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
         flags=" ".join(_flags(shuffler, configured)),
+        options=_in_python(shuffler),
     )
 
 
@@ -172,11 +173,21 @@ def _shuffler_of(recipe: Recipe, options: ShufflerOptions) -> BaseTaskBalancedBa
 
 def _flags(shuffler: ShufflerOptions, configured: ShufflerOptions) -> Iterator[str]:
     """Yield the flags of our trainers for the options that are not those of the config."""
-    for option in fields(shuffler):
-        value, name = getattr(shuffler, option.name), option.name.replace("_", "-")
-        if value == getattr(configured, option.name):
-            continue
+    for option, value in _changed(shuffler, configured).items():
+        name = option.replace("_", "-")
         if isinstance(value, bool):
             yield f"--trainer.shuffler.{'' if value else 'no-'}{name}"
         else:
             yield f"--trainer.shuffler.{name} {shlex.quote(str(value))}"
+
+
+def _in_python(shuffler: ShufflerOptions) -> str:
+    """The options that are not the default as a call of ShufflerOptions; "" without such options."""
+    keywords = ", ".join(f"{name}={value!r}" for name, value in _changed(shuffler, ShufflerOptions()).items())
+    return f"ShufflerOptions({keywords})" if keywords else ""
+
+
+def _changed(shuffler: ShufflerOptions, base: ShufflerOptions) -> dict[str, Any]:
+    """The options that are not those of `base`, by name."""
+    values = {option.name: getattr(shuffler, option.name) for option in fields(shuffler)}
+    return {name: value for name, value in values.items() if value != getattr(base, name)}

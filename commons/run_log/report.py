@@ -102,7 +102,8 @@ class RunReport:
         self.step_time = step_time_of(log, self.trained)  # None if no line has times
         self.gain = _gain_of(log, self.balancing, self.step_time)
         if not self.knows_loaded:  # a plan for rows that are balanced already says nothing about the gain
-            unknown = ("imbalance_after", "worst_after", "work", "possible", "step", "predicted_step", "gated", "gap")
+            after = ("imbalance_after", "uneven_after", "worst_after")
+            unknown = (*after, "work", "possible", "step", "predicted_step", "gated", "gap")
             self.gain = replace(self.gain, **dict.fromkeys(unknown))
         self.time_fit = time_fit_of(log, self.trained)
         # None without a shuffler, or in mode "off"

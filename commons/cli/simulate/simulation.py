@@ -49,6 +49,7 @@ class Source:
     link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None if unknown
     plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
     flags: str = ""  # of our trainers for these plans, to copy with the flags of an advice
+    options: str = ""  # the same in Python, to copy with the code of an advice
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
         """Distribute rows in all ways; the first is as loaded."""
@@ -151,6 +152,7 @@ class Simulation:
         if self.source.of_what == OF_LAYERS:
             text += "; a whole step gains less"
         options = f"{options} {self.source.flags}".rstrip()
+        code += f"  # {self.source.options}" if self.source.options else ""
         return Advice(f"{text}.", options, code, advised.name, result.speed_up(advised))
 
     def to_dict(self) -> dict[str, Any]:

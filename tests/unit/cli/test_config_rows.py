@@ -175,6 +175,8 @@ def test_advice_names_the_options_that_were_simulated(mine, tmp_path, asked):
     advice = asked("simulate", *mine, *flags, "--window", "2")["advice"]
     own = "--trainer.shuffler.no-equal-size --trainer.shuffler.slack 0.0"
     assert advice["options"] == f"--trainer.enable-balanced-shuffler --trainer.shuffle-window 2 {own}"
+    code = "windowed_iter(iter(dataloader), shuffler, window=2)"
+    assert advice["code"] == f"{code}  # ShufflerOptions(equal_size=False, slack=0.0)"
     assert "× batch by batch); which rows" in advice["text"]
 
 
