@@ -43,8 +43,8 @@ _FREE = (
 _FREE_WITH_BUDGET = ("trainer.train_batch_size", "trainer.global_batch_size", "trainer.schedule_in")
 # Most settings that a note names.
 _MOST_NAMED = 4
-# Fewest pairs of lines of one step each for a ratio of steps.
-_FEWEST_PAIRS = 5
+# Fewest pairs of steps for a ratio of steps: even the whole range of five contains the median with only 94 %.
+_FEWEST_PAIRS = 6
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def _same_lines(base: RunLog, other: RunLog) -> tuple[np.ndarray, np.ndarray]:
 def _step_ratio(base: RunLog, other: RunLog) -> StepRatio | None:
     first, second = _same_lines(base, other)
     slow, fast = base.column("step_ms")[first], other.column("step_ms")[second]
-    single = (base.steps[first] == 1) & base.timed[first] & other.timed[second] & (slow > 0) & (fast > 0)
-    if single.sum() < _FEWEST_PAIRS:
+    known = base.timed[first] & other.timed[second] & (slow > 0) & (fast > 0)
+    if known.sum() < _FEWEST_PAIRS or (base.steps[first] > 1).any():
         return None
-    ratios = slow[single] / fast[single]
+    ratios = slow[known] / fast[known]
     return StepRatio(float(np.median(ratios)), *median_interval(ratios))
 
 
