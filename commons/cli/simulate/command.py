@@ -235,7 +235,7 @@ class Simulate:
     """Number of steps to plan; fewer if the data have fewer rows. None: 50, with --lengths 128."""
 
     window: tuple[int, ...] | None = None
-    """Numbers of batches of every rank that are planned together. None: 1, with --lengths 2, 4 and 8."""
+    """Numbers of batches of every rank that are planned together. None: the config's; with --lengths 2, 4 and 8."""
 
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
     """With --config: how batches are balanced, by default as the config's [trainer.shuffler] says."""
@@ -250,9 +250,9 @@ class Simulate:
 
     @classmethod
     def defaults(cls, argv: Sequence[str]) -> Simulate:
-        """The defaults of all options; those of `shuffler` are the options of the config in the arguments, if any.
+        """The defaults of all options; `shuffler` and `window` are those of the config in the arguments, if any.
 
-        ValueError for options that the config cannot have.
+        ValueError for options of the shuffler that the config cannot have.
         """
         # Imported here, because lengths do not need it.
         from commons.trainer.config.files import find_config, read_config_file
@@ -260,11 +260,13 @@ class Simulate:
 
         config = find_config(next(iter(parse_known(argv, "--config", nargs="?", const="", action="append")[0]), ""))
         trainer = read_config_file(config).get("trainer") if config.is_file() else None
-        options = trainer.get("shuffler") if isinstance(trainer, Mapping) else None
-        if not isinstance(options, Mapping):
+        if not isinstance(trainer, Mapping):
             return cls()
-        shuffler = make_config(ShufflerOptions, options, where=f"{config} [trainer.shuffler]")
-        return cls(shuffler=replace(shuffler, mode="balance"))
+        shuffler, window = ShufflerOptions(), trainer.get("shuffle_window", 1)
+        if isinstance(options := trainer.get("shuffler"), Mapping):
+            shuffler = make_config(ShufflerOptions, options, where=f"{config} [trainer.shuffler]")
+        is_longer = isinstance(window, int) and window > 1
+        return cls(shuffler=replace(shuffler, mode="balance"), window=(window,) if is_longer else None)
 
     def run(self) -> None:
         """Read, plan, print, draw."""

@@ -343,6 +343,12 @@ def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, 
     assert simulated() == ("0.2", f"{on} --trainer.shuffler.mode balance")
     changed = f"{on} --trainer.shuffler.mode balance --trainer.shuffler.equal-size --trainer.shuffler.slack 0.01"
     assert simulated("--shuffler.equal-size", "--shuffler.slack", "0.01") == ("0.01", changed)
+    in_windows = CONFIG.format(candidates=3).replace(
+        "[dataset]", "enable_balanced_shuffler = true\nshuffle_window = 2\n[dataset]", 1
+    )
+    config.write_text(in_windows + own)
+    (of_ranks,) = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "4")["ranks"]
+    assert [way["window"] for way in of_ranks["ways"]] == [1, 1, 2]
     config.write_text(CONFIG.format(candidates=3) + own.replace("slack", "slak"))
     said = mistake("simulate", "--config", str(config))
     assert f"{config} [trainer.shuffler]: this field does not exist: slak (write slack)" in said
