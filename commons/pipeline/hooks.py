@@ -96,9 +96,14 @@ class BalancedPipeline:
                 "of yours, copies batches where the hook does not expect it: use a version that evenrank supports, "
                 "and do not change the schedule"
             )
-        for _ in range(min(max(1, self._num_trained), len(self._stats))):  # a subclass may train several in one call
-            self._read_stats = self._stats.popleft()
+        self._take_stats(at_least=1)
         return output
+
+    def _take_stats(self, at_least: int) -> None:
+        """Take the stats of the trained batches out of those in flight: a subclass may train several in one call."""
+        for _ in range(min(max(at_least, self._num_trained), len(self._stats))):
+            self._read_stats = self._stats.popleft()
+        self._num_trained = 0
 
     def _advance(self, look_ahead: LookAhead) -> Any:
         try:
@@ -110,6 +115,7 @@ class BalancedPipeline:
         try:
             return super().progress(look_ahead)  # type: ignore[misc]
         except StopIteration:
+            self._take_stats(at_least=0)  # a subclass may have trained the last batch in this call
             error = look_ahead.take_error()
             if error is None:
                 if look_ahead.end_was_raised and not self._has_warned:
