@@ -263,7 +263,7 @@ class EventFiles:
             f"it is no number or lies beyond the year {year} in {self._columns.time_unit!r}: set columns.time_unit to "
             "'ms', 'us' or 'ns', or correct the times"
         )
-        early = f"{value} < -{most}"
+        early = f"{value} <= -{most}"  # -2^63 is NaT, no time, in nanoseconds
         scaled = _checked(name, scaled, early, found, "it is long before 1970: correct it")
         return unit, _without_nulls(name, _checked(name, scaled, late, found, rule))
 

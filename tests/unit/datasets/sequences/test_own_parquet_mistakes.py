@@ -95,6 +95,7 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]], "stars"
                 (2**63, pa.uint64(), "in row 2, counted from 1; it is no number or lies beyond the year 2262 in 'ns'"),
                 (float(2**63), pa.float64(), "row 2, counted from 1; it is no number or lies beyond the year 2262"),
                 (-1e19, pa.float64(), "has the time -1e+19 in row 2, counted from 1; it is long before 1970"),
+                (-(2**63), pa.int64(), "has the time -9223372036854775808 in row 2, counted from 1; it is long before"),
             )
         ),
         (COLUMNS, {"ts": ["now"] * 5}, "is of type string; times are timestamps, dates or numbers since 1970"),
