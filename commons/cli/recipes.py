@@ -104,6 +104,9 @@ def read_config_rows(
     configured = target.config.trainer.shuffler if isinstance(target, Recipe) else ShufflerOptions()
     operations = _operations(target, calibrated)
     used = _shuffler_of(target, shuffler) if isinstance(target, Recipe) else None
+    flags = list(_flags(shuffler, configured))
+    if isinstance(target, Recipe) and used is None:  # with its shuffler, the run would move no row
+        flags.insert(0, f"--shuffler-type {getattr(type(target.config), 'shuffler_type', '...')}")
     count = operations if used is None else used.engine.costs.workloads_of
     batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
     counts_operations = True  # whether the shuffler's workloads are the operations
@@ -147,7 +150,7 @@ def read_config_rows(
         of_what=of_what,
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
-        flags=" ".join(_flags(shuffler, configured)),
+        flags=" ".join(flags),
         options=_in_python(shuffler),
     )
 

@@ -1,0 +1,58 @@
+"""`evenrank simulate --config` plans with the shuffler of the config, and advises what changes the run."""
+
+import itertools
+
+import pytest
+import torch
+
+from commons.cli.recipes import load_recipe, read_config_rows
+from commons.distributed.options import ShufflerOptions
+from tests.helpers.jobs.training_configs import CONFIG
+
+
+def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked):
+    config = tmp_path / "run.toml"
+    config.write_text('shuffler_type = "tokens"\n' + CONFIG.format(candidates=3))
+    target = load_recipe(None, config, torch.device("cpu"))
+    lengths = [batch.features.lengths().view(-1, 8).sum(0) for batch in itertools.islice(target.host_batches(), 4)]
+    expected = torch.stack(lengths).view(2, 2, 8).sum(2)  # steps, ranks
+    answer = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "2")
+    (of_ranks,) = answer["ranks"]
+    as_loaded, balanced = of_ranks["ways"]
+    assert as_loaded["imbalance"] == pytest.approx((expected.amax(1) / expected.double().mean(1)).mean().item() - 1)
+    assert balanced["imbalance"] < as_loaded["imbalance"]
+    assert answer["task"] == "workloads of shuffler 'tokens'"
+    # A shuffler that moves no row has no costs of its own.
+    config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
+    assert read_config_rows(config, None, ShufflerOptions(), (2,), 1).task.startswith("hstu, hidden 32")
+
+
+def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, mistake):
+    config = tmp_path / "run.toml"
+    own = '[trainer.shuffler]\nequal_size = false\nslack = 0.2\nmode = "observe"\n'
+    config.write_text(CONFIG.format(candidates=3) + own)
+
+    def simulated(*flags):
+        answer = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "3", *flags)
+        return *answer["ranks"][0]["ways"][1]["tokens_moved"], answer["advice"]["options"]
+
+    on = "--trainer.enable-balanced-shuffler"
+    assert simulated() == ("0.2", f"{on} --trainer.shuffler.mode balance")
+    changed = f"{on} --trainer.shuffler.mode balance --trainer.shuffler.equal-size --trainer.shuffler.slack 0.01"
+    assert simulated("--shuffler.equal-size", "--shuffler.slack", "0.01") == ("0.01", changed)
+    in_windows = CONFIG.format(candidates=3).replace(
+        "[dataset]", "enable_balanced_shuffler = true\nshuffle_window = 2\n[dataset]", 1
+    )
+    config.write_text(in_windows + own)
+    (of_ranks,) = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "4")["ranks"]
+    assert [way["window"] for way in of_ranks["ways"]] == [1, 1, 2]
+    config.write_text(CONFIG.format(candidates=3) + own.replace("slack", "slak"))
+    said = mistake("simulate", "--config", str(config))
+    assert f"{config} [trainer.shuffler]: this field does not exist: slak (write slack)" in said
+
+
+def test_advice_for_a_config_whose_shuffler_moves_no_row_changes_the_shuffler(tmp_path, asked):
+    config = tmp_path / "run.toml"
+    config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
+    advice = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "3")["advice"]
+    assert advice["options"] == "--trainer.enable-balanced-shuffler --shuffler-type hstu"
