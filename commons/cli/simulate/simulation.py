@@ -137,7 +137,7 @@ class Simulation:
         further = budget if budget is not None and result.speed_up(budget) >= WORTH * gained else None
         advised = found or further
         if advised is None:
-            return _nothing_gains(result)
+            return _nothing_gains(result, has_options=self.source.plan_options is not None)
         what, changes, options, code = _how(advised)
         possible = result.possible(advised)
         of = f"{result.equal:.2f}× with equal ranks" if possible is None else f"{possible:.2f}× possible"
@@ -273,9 +273,15 @@ def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
     return DealtRows("constant cost", loads, tokens, planning_ms=planning_ms, budget=Budget(average_rows, most_rows))
 
 
-def _nothing_gains(result: Comparison) -> Advice:
-    """The advice if no way gains enough."""
+def _nothing_gains(result: Comparison, *, has_options: bool) -> Advice:
+    """The advice if no way gains enough; `has_options`: the plans are those of a shuffler's options, not all ways."""
     ranks = f"On {result.num_ranks} ranks"
+    possible = max(result.possible(way) or 1.0 for way in result.ways)
+    if has_options and possible >= WORTH:
+        return Advice(
+            f"{ranks} no plan with these options of the shuffler gains 2 %, of {possible:.2f}× possible: try others "
+            "(--shuffler.slack, min-gain, max-tokens-per-rank, partitioner, equal-size), or leave balancing off."
+        )
     if result.equal >= WORTH:
         return Advice(
             f"{ranks} no way to distribute these rows gains 2 %, of {result.equal:.2f}× with equal ranks: leave "

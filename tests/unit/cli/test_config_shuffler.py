@@ -51,6 +51,18 @@ def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, 
     assert f"{config} [trainer.shuffler]: this field does not exist: slak (write slack)" in said
 
 
+def test_options_that_gain_nothing_are_named_where_others_gain(tmp_path, asked):
+    """Not that no way to distribute the rows gains: the advice was to leave balancing off."""
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(candidates=3) + "[trainer.shuffler]\nmin_gain = 0.9\n")
+    simulate = "simulate", "--config", str(config), "--ranks", "2", "--steps", "3"
+    answer = asked(*simulate)
+    possible = answer["ranks"][0]["ways"][1]["possible_speed_up"]
+    text = f"On 2 ranks no plan with these options of the shuffler gains 2 %, of {possible:.2f}× possible: try others"
+    assert answer["advice"]["text"].startswith(text) and possible > 1.02 and not answer["advice"]["options"]
+    assert "balance each batch" in asked(*simulate, "--shuffler.min-gain", "0")["advice"]["text"]
+
+
 def test_advice_for_a_config_whose_shuffler_moves_no_row_changes_the_shuffler(tmp_path, asked):
     config = tmp_path / "run.toml"
     config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
