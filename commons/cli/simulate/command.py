@@ -258,7 +258,8 @@ class Simulate:
         from commons.trainer.config.files import find_config, read_config_file
         from commons.trainer.config.load import make_config, parse_known
 
-        config = find_config(next(iter(parse_known(argv, "--config", nargs="?", const="", action="append")[0]), ""))
+        configs, _ = parse_known(argv, "--config", nargs="?", const="", action="append")
+        config = find_config(configs[-1] if configs else "")
         trainer = read_config_file(config).get("trainer") if config.is_file() else None
         if not isinstance(trainer, Mapping):
             return cls()

@@ -46,6 +46,9 @@ def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, 
     config.write_text(in_windows + own)
     (of_ranks,) = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "4")["ranks"]
     assert [way["window"] for way in of_ranks["ways"]] == [1, 1, 2]
+    other = tmp_path / "other.toml"
+    other.write_text(CONFIG.format(candidates=3))
+    assert simulated("--config", str(other)) == ("0.01", on)  # the last one, as for every option
     config.write_text(CONFIG.format(candidates=3) + own.replace("slack", "slak"))
     said = mistake("simulate", "--config", str(config))
     assert f"{config} [trainer.shuffler]: this field does not exist: slak (write slack)" in said
