@@ -16,9 +16,9 @@ def without_loads(lines):
     return [{name: value for name, value in line.items() if name not in LOADS} for line in lines]
 
 
-def report_of_resumed(folder, first, second, config):
-    """The report of a run whose first 30 steps are `first`, and whose later ones, after a checkpoint, are `second`."""
-    begin, end = lines_of(first, BY_STEP)[:30], lines_of(second, BY_STEP)[30:]
+def report_of_resumed(folder, first, second, config, at=30):
+    """The report of a run whose steps are `first` and, after the checkpoint of a step, `second`."""
+    begin, end = lines_of(first, BY_STEP)[:at], lines_of(second, BY_STEP)[at:]
     end = [{**end[0], "resumed": 1}, *end[1:]]
     begin = without_loads(begin) if config["trainer"].get("first") == "off" else begin
     return RunReport(RunLog(write_run(folder, [*begin, *end], config)))
@@ -49,3 +49,10 @@ def test_a_run_resumed_with_the_same_balancing_is_reported_whole(tmp_path):
     even = [step | {"moved": 0.0, "imbalance_after": step["imbalance_before"]} for step in BALANCED]
     for second in (BALANCED, even, make_steps(ranks=2)):  # no row has to move, another number of ranks
         assert report_of_resumed(tmp_path, BALANCED, second, config_of()).log.step[0] == 1
+
+
+def test_the_last_window_of_an_epoch_may_have_one_batch(tmp_path):
+    """As in a run that was resumed before it, and trains only this step."""
+    windows = [step | {"window": 4} for step in BALANCED[:-1]] + [BALANCED[-1] | {"window": 1}]
+    report = report_of_resumed(tmp_path, windows, windows, config_of(shuffle_window=4), at=len(windows) - 1)
+    assert report.log.step[0] == 1 and not any("balanced in another way" in note for note in report.log.notes)
