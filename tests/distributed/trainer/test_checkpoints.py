@@ -203,16 +203,6 @@ def test_sigterm_on_one_rank_saves_and_ends_all(two_ranks, data, tmp_path, whole
     assert resumed == whole[0]
 
 
-def test_every_step_is_in_one_line_of_the_log_after_a_resume(two_ranks, data, tmp_path):
-    """Also those between the last full interval and the checkpoint; a killed run leaves lines of later steps."""
-    changes = settings(tmp_path / "checkpoints", ckpt_save_interval=SAVE_AT, log_interval=3)
-    two_ranks.run(run, data, str(tmp_path / "parts"), **changes | {"max_train_iters": 7})
-    shutil.rmtree(tmp_path / "checkpoints" / "step_00000007")
-    two_ranks.run(run, data, str(tmp_path / "parts"), **changes, ckpt_load_dir=changes["ckpt_save_dir"])
-    logged = {line["step"]: line["steps"] for line in lines(tmp_path / "parts") if "loss" in line}
-    assert logged == {3: 3, 4: 1, 6: 2, 8: 2, 9: 1, 12: 3}
-
-
 @pytest.mark.parametrize("in_rows", [False, True])
 def test_sigterm_ends_an_evaluation_which_the_next_run_makes_up(two_ranks, data, tmp_path, in_rows):
     limits = {"schedule_in": "rows", "eval_interval": 32, "max_train_iters": 64} if in_rows else {"max_train_iters": 8}

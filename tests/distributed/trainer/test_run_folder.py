@@ -337,3 +337,14 @@ def test_one_command_starts_a_run_and_goes_on_with_it(two_ranks, tmp_path):
     said = two_ranks.run(command, *flags[:4], "--trainer.ckpt-save-dir", empty, "--trainer.ckpt-load-dir", empty)
     assert said[0] == said[1] and f"already contains a run, and ckpt_load_dir {empty} has no checkpoint; " in said[0]
     assert (folder / "log.jsonl").read_bytes() == log
+
+
+def test_every_step_is_in_one_line_of_the_log_after_a_resume(two_ranks, tmp_path):
+    """Also those between the last full interval and the checkpoint; a killed run leaves lines of later steps."""
+    folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
+    flags = ["--trainer.run-dir", str(folder), "--trainer.ckpt-save-interval", "4", "--trainer.log-interval", "3"]
+    flags += ["--trainer.ckpt-save-dir", str(checkpoints), "--trainer.ckpt-load-dir", str(checkpoints)]
+    two_ranks.run(command, *flags, "--trainer.max-train-iters", "5")
+    shutil.rmtree(checkpoints / "step_00000005")
+    two_ranks.run(command, *flags)
+    assert {line["step"]: line["steps"] for line in lines(folder) if "loss" in line} == {3: 3, 4: 1, 6: 2}
