@@ -87,7 +87,7 @@ class BalancedPipeline:
         self._num_trained = 0
         output = self._advance(self._look_ahead)
         if not self._stats and self._look_ahead.ended and not self._handed_out:  # a subclass returned at the end
-            if (error := self._look_ahead.take_error()) is not None:
+            if (error := self._error_at_end(self._look_ahead)) is not None:
                 raise error
             return output
         if not self._stats:
@@ -116,22 +116,28 @@ class BalancedPipeline:
             return super().progress(look_ahead)  # type: ignore[misc]
         except StopIteration:
             self._take_stats(at_least=0)  # a subclass may have trained the last batch in this call
-            error = look_ahead.take_error()
+            error = self._error_at_end(look_ahead)
             if error is None:
-                if look_ahead.end_was_raised and not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "%s got an iterator again whose data have ended, and trains nothing of it; torch's DataLoader "
-                        "with persistent_workers=True returns the same iterator in every epoch: pass (batch for batch "
-                        "in dataloader) instead of iter(dataloader)",
-                        type(self).__name__,
-                    )
-                look_ahead.end_was_raised = True
                 raise
         except BaseException as caught:
             self._broken_by = f"{type(caught).__name__}: {caught}"
             raise
         raise error
+
+    def _error_at_end(self, look_ahead: LookAhead) -> Exception | None:
+        """The error that ended the data, if any; without one, warns if the data had ended in an earlier call."""
+        error = look_ahead.take_error()
+        if error is None:
+            if look_ahead.end_was_raised and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s got an iterator again whose data have ended, and trains nothing of it; torch's DataLoader "
+                    "with persistent_workers=True returns the same iterator in every epoch: pass (batch for batch "
+                    "in dataloader) instead of iter(dataloader)",
+                    type(self).__name__,
+                )
+            look_ahead.end_was_raised = True
+        return error
 
     def reset(self) -> None:
         """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together.

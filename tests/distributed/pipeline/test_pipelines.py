@@ -112,6 +112,30 @@ def test_an_iterator_that_starts_again_with_the_next_epoch(caplog):
         shuffler.drain()
 
 
+def _returning_at_the_end(stock):
+    class NoneAtTheEnd(stock):
+        """Returns None where TorchRec raises StopIteration."""
+
+        def progress(self, dataloader_iter):
+            with contextlib.suppress(StopIteration):
+                return super().progress(dataloader_iter)
+
+    return balanced(NoneAtTheEnd)
+
+
+def test_an_iterator_that_starts_again_for_a_subclass_that_returns_at_the_end(caplog):
+    loader, (model, optimizer) = _SameForEveryEpoch(), models.build_plain()
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = _returning_at_the_end(TrainPipelineBase)(
+            model, optimizer, torch.device("cpu"), batch_shuffler=shuffler
+        )
+        for warnings in (0, 1, 1):
+            source = iter(loader)
+            while pipeline.progress(source) is not None:
+                pass
+            assert caplog.text.count("pass (batch for batch in dataloader)") == warnings
+
+
 @pytest.mark.parametrize("raises_at_end", [False, True])
 @pytest.mark.parametrize("name", ["base", "pt2, before it compiles", "sparse"])
 @on_two_ranks
@@ -141,19 +165,13 @@ def test_a_subclass_that_trains_two_batches_in_a_call_trains_every_epoch(name, r
     assert sorted(of_all(itertools.chain(*head_of(model).seen))) == rows
 
 
-class _NoneAtTheEnd(TrainPipelineSparseDist):
-    """Returns None where TorchRec raises StopIteration."""
-
-    def progress(self, dataloader_iter):
-        with contextlib.suppress(StopIteration):
-            return super().progress(dataloader_iter)
-
-
 @on_two_ranks
 def test_a_subclass_that_returns_at_the_end_goes_on_and_raises_errors_of_the_data():
     rank, (model, optimizer) = dist.get_rank(), models.build_sharded()
     with contextlib.closing(CubicShuffler()) as shuffler:
-        pipeline = balanced(_NoneAtTheEnd)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler)
+        pipeline = _returning_at_the_end(TrainPipelineSparseDist)(
+            model, optimizer, torch.device("cpu"), batch_shuffler=shuffler
+        )
         for epoch in range(3):
             fails_at = 3 if epoch == 1 and rank == 1 else None
             source = Source(rank_batches(rank + 10 * epoch, 3, [6]), fails_at, ValueError("broken disk"))
