@@ -243,12 +243,13 @@ class HookAtTransform(BalancedPipeline):
         super().__init__(*args, **kwargs)
         self._memcpy_stream = None
         self._stream_context = torch.cuda.stream
-        self._transform = self._input_transformer
-        self._input_transformer = self._finish_and_transform
+        transform = self._input_transformer
 
-    def _finish_and_transform(self, copied: Any) -> Any:
-        self._num_trained += 1  # its training follows in the same `progress`
-        return self._transform(self._finished(copied))
+        def finish_and_transform(copied: Any) -> Any:
+            self._num_trained += 1  # its training follows in the same `progress`
+            return transform(self._finished(copied))
+
+        self._input_transformer = finish_and_transform
 
 
 class HookInSparseDist(BalancedPipeline):

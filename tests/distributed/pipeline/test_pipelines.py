@@ -183,6 +183,18 @@ def test_a_subclass_that_returns_at_the_end_goes_on_and_raises_errors_of_the_dat
     assert sorted(of_all(itertools.chain(*head_of(model).seen))) == rows
 
 
+def test_a_subclass_of_pt2_keeps_a_method_named_transform():
+    stock, options = PIPELINES["pt2, before it compiles"]
+
+    class Own(stock):
+        def _transform(self, batch):
+            return "own"
+
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = balanced(Own)(*models.build_plain(), torch.device("cpu"), batch_shuffler=shuffler, **options)
+        assert pipeline._transform(None) == "own"
+
+
 def test_no_rank_has_data(two_ranks):
     results = two_ranks.run(train, ("build_sharded",), "sparse", "balance", [([0, 0], 0), ([2, 1], 0)])
     assert sorted(i for rank in results for step in rank["seen"] for i in step) == expected_ids([2, 1], 2)
