@@ -162,7 +162,7 @@ class Comparison:
         """Cost of all steps ÷ the sum of their mean loads; `largest` is the sum of their largest loads."""
         fixed = self.cost.per_step / self.cost.per_load if self.cost else 0.0
         work, loaded = float(way.loads.mean(axis=1).sum()), self.ways[0].loads
-        # Larger steps alone would save fixed costs, and balance nothing: so a budget has as many as the rows as loaded.
+        # Larger steps would save fixed costs without balancing: a budget counts as many steps as the rows as loaded.
         steps = len(way.loads) if way.budget is None else work / float(loaded.mean())
         return (steps * fixed + largest) / work
 
