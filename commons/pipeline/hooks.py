@@ -116,8 +116,7 @@ class BalancedPipeline:
             return super().progress(look_ahead)  # type: ignore[misc]
         except StopIteration:
             self._take_stats(at_least=0)  # a subclass may have trained the last batch in this call
-            error = self._error_at_end(look_ahead)
-            if error is None:
+            if (error := self._error_at_end(look_ahead)) is None:
                 raise
         except BaseException as caught:
             self._broken_by = f"{type(caught).__name__}: {caught}"
