@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from commons.console import make_console
 from commons.datasets.samplers.epoch import EPOCH_START, Place
@@ -92,6 +93,12 @@ class TrainingLoop:
             for line in recipe.notes():
                 make_console(highlight=False).print(line)
         self._model = recipe.build_model()
+        if isinstance(self._model, DistributedDataParallel) and args.pipeline_type in ("native", *CUDA_PIPELINES):
+            raise ValueError(
+                f"pipeline_type is {args.pipeline_type!r} and the model is a DistributedDataParallel; this TorchRec "
+                "pipeline traces the model, which torch's wrapper prevents: choose 'none', or wrap the model in "
+                "TorchRec's DistributedModelParallel"
+            )
         # After a build that may have failed on one rank: the others learn it here.
         self._optimizer = raised_on_all_ranks(lambda: recipe.build_optimizer(self._model), device)
         self._shuffler = recipe.build_shuffler(balances=args.balancing != "none")

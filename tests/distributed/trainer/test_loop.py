@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
@@ -24,11 +25,11 @@ from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times, train_log
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models import torchrec_model as models
-from tests.helpers.models.torchrec_model import head_of, rank_batches
+from tests.helpers.models.torchrec_model import PlainModel, head_of, rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import expected_ids
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import of_all
+from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 SIZES = [6, 3, 1, 2]
 
@@ -208,6 +209,16 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
 def test_no_batch_on_any_rank(two_ranks, tmp_path):
     for error in two_ranks.run(error_of, run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False):
         assert error.startswith("ValueError: epoch 0 has no batch on any rank")
+
+
+@on_two_ranks
+def test_a_model_that_a_pipeline_cannot_trace_is_named_before_training(tmp_path):
+    """Such as that of CONTRIBUTING, in torch's own wrapper; "native" is the default."""
+    args, model = TrainerArgs(6, 6, run_dir=str(tmp_path)), DistributedDataParallel(PlainModel())
+    parts = Parts(args, model, torch.optim.SGD(model.parameters()), (), loader(1, 0))
+    error = error_of(TrainingLoop(parts).run)
+    assert error.startswith("ValueError: pipeline_type is 'native' and the model is a DistributedDataParallel")
+    assert "choose 'none'" in error
 
 
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
