@@ -56,8 +56,8 @@ class Epochs:
     Raises:
         TypeError: the loader has no length.
         ValueError: the ranks would compute different plans, the sampler was made for another data set, the schedule is
-            in rows and the sampler does not state them, the sampler cannot balance the data, or rows are balanced when
-            they are loaded and the shuffler has groups.
+            in rows and the sampler does not state them, the sampler cannot balance the data, rows are balanced when
+            they are loaded and the shuffler has groups, or with single_rank_load the sampler reads one rank's rows.
     """
 
     def __init__(self, loader: DataLoader[Any], recipe: Recipe, shuffler: BaseTaskBalancedBatchShuffler) -> None:
@@ -72,8 +72,11 @@ class Epochs:
             self._in_turn = None if shuffler.options.mode == "off" else in_turn
         self.loader = loader
         self._row_order = stated_by(getattr(loader, "dataset", None), "row_order")
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         self._source: DataLoader[Any] | SingleRankLoader = loader
         if self._args.single_rank_load:
+            _require_all_rows(self._sampler)
             # Without workloads row i goes to rank i mod W, as if every rank loaded its own rows.
             get_workloads = shuffler.get_workloads if self._args.balancing == "rank 0" else None
             options = self._args.shuffler
@@ -88,8 +91,6 @@ class Epochs:
         # The digest of the calibration by which windows are planned; its file may be replaced during the run.
         calibration = shuffler.options.calibration if self.in_windows else None
         self._calibration = None if calibration is None else zlib.crc32(Path(calibration).read_bytes())
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        self._sampler: Any = batch_sampler if isinstance(batch_sampler, EpochSampler) else loader.sampler
         self.rows_per_step = self._args.train_batch_size * dist.get_world_size(resolve_process_group())
         own_batches = torch.tensor([_length(loader)], device=recipe.device)
         self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
@@ -262,6 +263,18 @@ def _require_no_groups(args: TrainerArgs, shuffler: BaseTaskBalancedBatchShuffle
         raise ValueError(
             f"{name} is True and {type(shuffler).__name__} has get_groups; {name} assigns rows separately, so rows of "
             "a group would not stay together: set enable_balanced_shuffler instead, which keeps groups together"
+        )
+
+
+def _require_all_rows(sampler: Any) -> None:
+    """Raise ValueError if a sampler of commons.datasets or torch's DistributedSampler reads the rows of one rank."""
+    identity: dict[str, Any] = getattr(sampler, "identity", dict)()
+    num_ranks = identity.get("world_size", getattr(sampler, "num_replicas", 1))
+    if num_ranks > 1:
+        raise ValueError(
+            f"single_rank_load is True and the training loader's {type(sampler).__name__} reads the rows of one of "
+            f"{num_ranks} ranks; only rank 0 loads, so the other ranks' rows would not be trained: let open_loaders "
+            "read all rows, with train_batch_size rows for every rank, or leave single_rank_load out"
         )
 
 

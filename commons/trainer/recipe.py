@@ -111,7 +111,10 @@ class Recipe(ABC):
         return {}
 
     def open_loaders(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
-        """Create loaders of this rank's training and evaluation batches, on the host; None for no evaluation."""
+        """Create loaders of this rank's training and evaluation batches, on the host; None for no evaluation.
+
+        With single_rank_load, training batches are those of all ranks, with `train_batch_size` rows for each of them.
+        """
         return train_and_eval_loaders(self.config.dataset, self.config.trainer, self.device, **self.data_options())
 
     @cached_property

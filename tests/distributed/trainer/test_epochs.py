@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START, ShardedBatchSampler
@@ -99,6 +99,22 @@ def _distributed_by_rank_0(options):
 def test_rank_0_follows_the_options_of_the_shuffler(two_ranks):
     options = ShufflerOptions(equal_size=False, timeout=70.0)
     assert two_ranks.run(_distributed_by_rank_0, options) == [([100], 70.0), ([1] * 7, 70.0)]
+
+
+@on_two_ranks
+def test_a_single_rank_that_loads_reads_the_rows_of_all():
+    """With a sampler of one rank's rows, those of the other ranks would be lost without a message."""
+    rows, rank = TensorDataset(torch.arange(12)), dist.get_rank()
+    for loader in (
+        DataLoader(rows, batch_sampler=ShardedBatchSampler(12, 2, rank=rank, world_size=2)),
+        DataLoader(rows, 2, sampler=DistributedSampler(rows, 2, rank)),
+    ):
+        error = error_of(epochs_of, loader, single_rank_load=True)
+        assert "reads the rows of one of 2 ranks; only rank 0 loads" in error and "read all rows" in error
+    whole = DataLoader(rows, batch_sampler=ShardedBatchSampler(12, 4))
+    with contextlib.closing(epochs_of(whole, TokensBalancedBatchShuffler(), single_rank_load=True)) as epochs:
+        own = [row for (batch,) in epochs.open(0, EPOCH_START) for row in batch.tolist()]
+        assert sorted(of_all(own)) == list(range(12))
 
 
 @on_two_ranks
