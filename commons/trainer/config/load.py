@@ -50,6 +50,11 @@ def load_config(
     options: dict[str, Any] = {}
     # Imported modules may register names that the file and the flags contain; here, an error does not name the file.
     imports = parse_known(flags, "--import", nargs="*")[0]
+    if imports and "imports" not in _fields(config_class):
+        raise ValueError(
+            f"--import is {' '.join(imports)}, and {config_class.__name__} has no field 'imports', which this flag "
+            "sets: leave it out, and import the module where your recipe is defined"
+        )
     import_user_modules(imports)
     if path is not None:
         options["default"] = load_config_file(config_class, path, replaced={"imports": imports} if imports else None)

@@ -302,6 +302,18 @@ def test_a_module_registers_names_of_the_config_and_a_flag_replaces_it(tmp_path,
     assert config.imports == ("pipelines_of_mine",)
 
 
+def test_a_config_without_imports_takes_no_flag_for_them(tmp_path):
+    """The file has no such field, and is not to blame."""
+
+    @dataclasses.dataclass
+    class Plain:
+        rows: int = 1
+
+    for argv in (["--config", str(write(tmp_path, "rows = 2"))], []):
+        with pytest.raises(ValueError, match="^--import is json, and Plain has no field 'imports'.*: leave it out"):
+            load_config(Plain, [*argv, "--import", "json"])
+
+
 def test_adam_is_as_the_config_says(tmp_path):
     config = load_config_file(TrainConfig, write(tmp_path, TOML + "adam_betas = [0.8, 0.98]\nadam_eps = 1e-6\n"))
     group = build_optimizer(torch.nn.Linear(2, 2), config.optimizer).param_groups[0]
