@@ -9,9 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.shared.lengths import COSTS, draw
-from commons.perf_model.partitioner import Grid, karmarkar_karp, lower_bound, partition, partition_grid
-
-METHODS = ["karmarkar_karp", "lpt", "refined", "snake"]
+from commons.perf_model.partitioner import METHODS, Grid, karmarkar_karp, lower_bound, partition, partition_grid
 
 # Few distinct values, so that ties are common; or anything up to sums near 2^62.
 workload_lists = st.one_of(
