@@ -245,6 +245,8 @@ class Packages:
         of_torch = DEFAULT_TORCH if self.torch is None else minor(self.torch.__version__)
         wanted = RELEASES.get(of_torch, RELEASES[DEFAULT_TORCH])
         cuda = shutil.which("nvidia-smi") if self.torch is None else self.torch.version.cuda
+        if _driver_version() is None and shutil.which("nvidia-smi") is None:
+            cuda = None  # fbgemm's CUDA build loads a library of the driver; the CPU build works with every torch
         build = "fbgemm-gpu-cpu" if cuda is None else "fbgemm-gpu"
         builds = [name for name in _FBGEMM if installed(name) is not None]
         found = ", ".join(f"{name} {installed(name)}" for name in builds) or "not installed"

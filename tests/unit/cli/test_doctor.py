@@ -197,6 +197,19 @@ def test_a_driver_that_serves_cuda_12_alone(versions, monkeypatch, said):
     assert '--no-deps "fbgemm-gpu==1.8.*" --index-url https://download.pytorch.org/whl/cu126' in said(1)
 
 
+def test_fbgemm_s_build_is_that_of_the_machine(versions, monkeypatch, said):
+    """The CUDA build cannot be loaded without a driver, whose library it needs: its own remedy would be no remedy."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    versions.update({"fbgemm-gpu-cpu": None})
+    assert 'pip install --force-reinstall --no-deps "fbgemm-gpu-cpu==1.8.*"' in said(1)
+    versions.update({"fbgemm-gpu": "1.8.0"})
+    load(monkeypatch, {"fbgemm_gpu": OSError("libnvidia-ml.so.1")})
+    assert 'pip uninstall -y fbgemm-gpu && pip install --force-reinstall --no-deps "fbgemm-gpu-cpu==1.8.*"' in said(1)
+    monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
+    assert 'fbgemm: pip install --force-reinstall --no-deps "fbgemm-gpu==1.8.*"' in said(1)
+
+
 def test_gpus_that_torch_does_not_see(versions, monkeypatch, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
