@@ -17,21 +17,29 @@ constexpr int kTargets = 2, kTargetsOfFew = 12;
 
 // LPT for uniform processors: the next heaviest row goes to the partition that would finish it first, among those that
 // may take it, ties by index (Gonzalez, Ibarra and Sahni, "Bounds for LPT schedules on uniform processors", SIAM J.
-// Comput. 6, 1977). Limits as in lpt().
-inline Indices lpt_at_speeds(const Problem& problem) {
-  const Weights& speed = problem.speeds.by_part();
+// Comput. 6, 1977). Limits as in lpt(). With a cap, by row, a partition takes no row that breaks it; a row that breaks it
+// everywhere goes to the partition that would finish it first.
+inline Indices lpt_at_speeds(const Problem& problem, const Cap& cap = {}) {
+  const Weights speed = problem.speeds.empty() ? Weights(problem.num_parts, 1) : problem.speeds.by_part();
   FillingParts filling(problem, Weights(problem.num_parts, 0));
+  Weights held(problem.num_parts, 0);
   Indices parts;
-  for (const Weight weight : problem.weights) {
+  for (std::size_t row = 0; row < problem.weights.size(); ++row) {
+    const Weight weight = problem.weights[row], size = cap.exists() ? cap.weights[row] : 0;
     Index first = kNone;
+    bool first_fits = false;
     __int128 load_of_first = 0;
     for (Index part = 0; part < problem.num_parts; ++part) {
+      const bool fits = held[part] + size <= cap.limit;
+      if (!filling.is_open(part) || (first_fits && !fits)) continue;
       const __int128 load = static_cast<__int128>(filling.load(part)) + weight;
-      if (!filling.is_open(part) || (first != kNone && load * speed[first] >= load_of_first * speed[part])) continue;
+      if (first != kNone && fits == first_fits && load * speed[first] >= load_of_first * speed[part]) continue;
       first = part;
+      first_fits = fits;
       load_of_first = load;
     }
     filling.add(first, weight);
+    held[first] += size;
     parts.push_back(first);
   }
   return parts;

@@ -5,16 +5,22 @@
 
 namespace evenrank {
 
+// Up to this many rows times partitions, lpt_at_speeds() takes a few milliseconds: it looks at every partition for each row.
+constexpr Weight kScanned = 1 << 20;
+
 // The plan of the request's method, changed to keep the cap, if there is one. Swaps under a cap depend much on where they
-// start. So "refined" starts from the plans of the other methods too, until a plan is near the bound, and takes the best:
-// it is no worse than theirs. With many rows it starts only from that of snake, the one that gains the most there.
+// start. So "refined" starts from the plans of the other methods too, and from LPT that keeps the cap, until a plan is near
+// the bound, and takes the best: it is no worse than theirs. With many rows it starts only from that of snake, the one that
+// gains the most there; with speeds from LPT that keeps the cap, up to kScanned.
 inline Indices planned_under_cap(const Request& request, const Problem& problem, const Bound& bound) {
   const Cap cap = request.cap();
-  const auto plan_by = [&](Method method) {
-    Indices plan = problem.by_sample(by_method(method, problem, bound));
-    if (!cap.exists()) return plan;
+  const auto changed = [&](Indices plan) {
     return problem.speeds.empty() ? under_cap(problem, std::move(plan), near(bound.load), cap)
                                   : under_cap_at_speeds(problem, std::move(plan), bound.load, cap);
+  };
+  const auto plan_by = [&](Method method) {
+    Indices plan = problem.by_sample(by_method(method, problem, bound));
+    return cap.exists() ? changed(std::move(plan)) : plan;
   };
   Indices best = plan_by(request.method);
   if (!cap.exists() || request.method != Method::kRefined) return best;
@@ -22,13 +28,20 @@ inline Indices planned_under_cap(const Request& request, const Problem& problem,
     return std::pair(request.most_tokens(plan, problem.num_parts), problem.time(take(plan, problem.order)));
   };
   auto least = cost_of(best);
-  for (const Method method : {Method::kLpt, Method::kSnake, Method::kKarmarkarKarp}) {
-    if (least.first <= cap.limit && least.second <= near(bound.load)) break;
-    if (!problem.speeds.empty() && method != Method::kLpt) break;
-    if (!problem.is_few() && method != Method::kSnake) continue;
-    Indices other = plan_by(method);
+  const auto is_good = [&] { return least.first <= cap.limit && least.second <= near(bound.load); };
+  const auto take_if_better = [&](Indices other) {
     const auto cost = cost_of(other);
     if (cost < least) least = cost, best = std::move(other);
+  };
+  for (const Method method : {Method::kLpt, Method::kSnake, Method::kKarmarkarKarp}) {
+    if (is_good()) break;
+    if (!problem.speeds.empty() && method != Method::kLpt) break;
+    if (!problem.is_few() && method != Method::kSnake) continue;
+    take_if_better(plan_by(method));
+  }
+  const Weight size = static_cast<Weight>(request.workloads.size()) * problem.num_parts;
+  if (!is_good() && (problem.is_few() || (!problem.speeds.empty() && size <= kScanned))) {
+    take_if_better(changed(problem.by_sample(lpt_at_speeds(problem, cap.in_order(problem.order)))));
   }
   return best;
 }
