@@ -160,6 +160,14 @@ def test_a_plan_is_never_worse_than_staying(case, options, data):
         assert plan.loads_planned.reshape(-1, known.steps).max(axis=0).sum() >= plan.lower_bound
 
 
+def test_rows_that_stay_are_not_below_the_bound():
+    """No plan of equal sizes keeps the cap better than these rows, whose sizes differ and whose load is smaller."""
+    rows = np.array([0, 2, 1, 0, 1, 0])
+    known = GatheredRows(rows, rows, np.array([504, 378, 4, 1258]), np.array([29, 6, 41, 8]), steps=3)
+    plan = plan_shuffle(known, max_tokens=21)
+    assert not plan.changes and plan.lower_bound <= plan.loads_planned.reshape(-1, 3).max(axis=0).sum() == 1262
+
+
 def test_a_gain_of_exactly_the_least_one_is_taken_and_speeds_are_in_the_digest():
     rows = np.array([2, 2])
     known = GatheredRows(rows, rows, np.array([2, 2, 1, 1]), np.ones(4, np.int64))

@@ -68,7 +68,10 @@ class ShufflePlanner {
     const Weight excess_before = excess_of(rows_.home), excess_after = excess_of(planned);
     const bool fills = !options_.pads && !has_rows_at(rows_.home) && has_rows_at(planned);
     if (excess_after < excess_before || fills || splits_) return true;
-    if (after >= before || excess_after > excess_before) stay(loads_before, planned);
+    if (after >= before || excess_after > excess_before) {
+      stay(loads_before, planned);
+      bound = std::min(bound, before);  // the bound of plans of equal sizes, which home may not have
+    }
     const Weight gain = before - after;
     return gain <= 0 || static_cast<double>(gain) / static_cast<double>(before) >= options_.min_gain;
   }
