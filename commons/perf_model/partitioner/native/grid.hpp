@@ -123,8 +123,9 @@ class GridPlanner {
   //
   // The refined method first tries limits that add up to the bound, unless they are equal for all steps. Then all methods
   // make even partitions, sorted by load and cut into steps. The refined method improves the better of both step by step;
-  // if the two halves of the batches, each planned as a grid, are better, it improves these. In small grids the plan with
-  // equal counts is one more start for free counts, so that these are no worse.
+  // if the two halves of the batches, each planned as a grid, are better, it improves these; so with rows sorted by weight,
+  // cut into steps, and each step planned separately. In small grids the plan with equal counts is one more start for free
+  // counts, so that these are no worse.
   Candidate free_plan() const {
     const bool is_refined = request_.method == Method::kRefined;
     std::optional<Candidate> best;
@@ -144,8 +145,10 @@ class GridPlanner {
     best = lower_steps(std::move(*best));
     std::optional<Candidate> halves = in_halves(*best);
     if (halves && halves->beats(*best)) best = lower_steps(std::move(*halves));
-    const bool is_good = best->total() <= good(bound_.total) && keeps_cap(*best);
-    if (request_.equal_size || is_good || num_tries() < kTries[0].number) return std::move(*best);
+    const auto is_good = [&] { return best->total() <= good(bound_.total) && keeps_cap(*best); };
+    std::optional<Candidate> sorted = is_good() || num_tries() == 0 ? std::nullopt : sorted_into_steps();
+    if (sorted && sorted->beats(*best)) best = lower_steps(std::move(*sorted));
+    if (request_.equal_size || is_good() || num_tries() < kTries[0].number) return std::move(*best);
     Request even = request_;
     even.equal_size = true;
     Candidate equal = candidate(GridPlanner(even).free_plan().cells);
@@ -282,19 +285,38 @@ class GridPlanner {
 
   // A separate plan for each batch.
   const Candidate& batches_alone() const {
-    if (alone_) return *alone_;
-    Indices cells(request_.workloads.size());
-    for (const Indices& rows : rows_by_part(request_.home_step, request_.num_steps)) {
+    if (!alone_) alone_ = steps_alone(request_, request_.home_step);
+    return *alone_;
+  }
+
+  // A separate plan for each step, where all have equally many rows, to one, and the first has the heaviest. Nothing if a
+  // cell would have no row.
+  std::optional<Candidate> sorted_into_steps() const {
+    const Weight num_rows = static_cast<Weight>(problem_.order.size());
+    Indices step(num_rows);
+    for (Weight row = 0; row < num_rows; ++row) {
+      step[problem_.order[row]] = static_cast<Index>(row * request_.num_steps / num_rows);
+    }
+    Request free = request_;
+    free.home.clear();
+    Candidate plan = steps_alone(free, step);
+    if (!problem_.keeps_limits(plan.cells)) return std::nullopt;
+    return plan;
+  }
+
+  // A separate plan for each step; `step` is by sample.
+  Candidate steps_alone(const Request& request, const Indices& step) const {
+    Indices cells(step.size());
+    for (const Indices& rows : rows_by_part(step, request.num_steps)) {
       if (rows.empty()) continue;
-      Request alone = request_.of_rows(rows);
+      Request alone = request.of_rows(rows);
       alone.num_steps = 1;
       const Plan plan = make_plan(alone);
       for (std::size_t at = 0; at < rows.size(); ++at) {
-        cells[rows[at]] = plan.assignment[at] * request_.num_steps + request_.home_step[rows[at]];
+        cells[rows[at]] = plan.assignment[at] * request.num_steps + step[rows[at]];
       }
     }
-    alone_ = candidate(std::move(cells));
-    return *alone_;
+    return candidate(std::move(cells));
   }
 
   // With many ranks: the rows as they were loaded, or a plan within 1 + slack of the bound in which few tokens change rank.
