@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention_plan import AttentionPlan, Chunk
+from hstu.model.attention_plan import AttentionPlan, BatchPlan, Chunk
 
 # ln(1.351): the width of a time bucket, as in the code published with the paper.
 _LOG_TIME_STEP = 0.301
@@ -67,9 +67,10 @@ def hstu_attention(
         exact; they cannot be differentiated again.
 
     Raises:
-        ValueError: a row longer than `max_distance + 1`, or another number of tokens than the plan's.
+        ValueError: a row longer than `max_distance + 1`, another number of tokens than the plan's, or inputs with
+            different numbers of tokens or heads.
     """
-    plan.require_tokens(query)
+    require_inputs(plan, query, key, value, bias, times)
     if bias is None:
         bias = query.new_zeros(query.shape[1], 2 * plan.longest + 1 if plan.sees_ahead else plan.longest)
     table = _bias_table(bias.to(torch.promote_types(bias.dtype, query.dtype)), plan, query.dtype)
@@ -79,6 +80,37 @@ def hstu_attention(
     # Autocast must not change the dtype of sums over many chunks.
     with torch.autocast(query.device.type, enabled=False):
         return _HSTUAttention.apply(query, key, value, table, time_table, seconds, plan, 1.0 / normalizer)
+
+
+def require_inputs(
+    plan: BatchPlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    times: TokenTimes | None,
+) -> None:
+    """Raise ValueError unless all inputs have the plan's tokens and the query's heads.
+
+    Without this check inputs with too many tokens or heads would be read in the wrong places.
+    """
+    plan.require_tokens(query)
+    if not query.shape == key.shape == value.shape:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}; all three "
+            "are (num_tokens, num_heads, head_dim): give them one shape"
+        )
+    for name, table in (("bias", bias), ("times.bias", None if times is None else times.bias)):
+        if table is not None and table.shape[0] != query.shape[1]:
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)}, query has {query.shape[1]} heads; a bias has one row for "
+                "every head: give it these rows"
+            )
+    if times is not None and times.values.shape[0] != plan.num_tokens:
+        raise ValueError(
+            f"times has {times.values.shape[0]} values, the plan was made for {plan.num_tokens} tokens; every token "
+            "has one timestamp, without padding: give one for each"
+        )
 
 
 def time_buckets(apart: torch.Tensor, num_buckets: int) -> torch.Tensor:

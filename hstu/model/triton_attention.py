@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import torch
 from torch.autograd.function import once_differentiable
 
-from hstu.model.attention import TokenTimes
+from hstu.model.attention import TokenTimes, require_inputs
 from hstu.model.triton_blocks import TILE_SPAN, outputs_of
 from hstu.model.triton_launch import Inputs, Tensors, adds_up, launch
 from hstu.model.triton_plan import TritonPlan
@@ -47,7 +47,7 @@ def triton_attention(
     The gradients of the biases are sums of atomic additions in float32: their last bits may differ between two runs.
     The weights of replicas remain equal, because gradients are reduced over the ranks before use.
     """
-    plan.require_tokens(query)
+    require_inputs(plan, query, key, value, bias, times)
     origin, position, time, seconds = 0, None, None, None
     if bias is not None:
         position, origin = position_table(bias, plan)

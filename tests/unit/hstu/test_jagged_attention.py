@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from commons.perf_model.attention_pairs import attention_pairs
 from hstu.model.attention import TokenTimes, hstu_attention, time_buckets
 from hstu.model.attention_plan import AttentionPlan, DeviceTuning, plan_attention
+from hstu.model.triton_attention import triton_attention
+from hstu.model.triton_plan import plan_triton_attention
 from tests.helpers.batches.row_parts import rows_of_parts
 from tests.helpers.models.reference_attention import reference_attention
 
@@ -234,6 +236,27 @@ def test_mistakes_are_named(lengths, targets, contextual, reach, message):
     *inputs, bias = random_inputs(5, False, seed=7)
     with pytest.raises(ValueError, match=message):
         hstu_attention(*inputs, bias[:, :reach], make_plan(lengths, targets, contextual=contextual), normalizer=1.0)
+
+
+@pytest.mark.parametrize("attention", [hstu_attention, triton_attention])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (8, 2, 16)}, r"key \(8, 2, 16\) and value \(4, 2, 16\); all three"),
+        ({"value": (4, 2, 8)}, r"key \(4, 2, 16\) and value \(4, 2, 8\); all three"),
+        ({"bias": (4, 9)}, r"bias has shape \(4, 9\), query has 2 heads"),  # was spread over rows and heads
+        ({"time_bias": (1, 9)}, r"times.bias has shape \(1, 9\), query has 2 heads"),
+        ({"times": (8,)}, "times has 8 values, the plan was made for 4 tokens"),
+    ],
+)
+def test_inputs_of_other_tokens_or_heads_are_named(attention, change, message):
+    lengths = torch.tensor([2, 2])
+    plan = plan_attention(lengths, num_heads=2) if attention is hstu_attention else plan_triton_attention(lengths)
+    shapes = dict.fromkeys(("query", "key", "value"), (4, 2, 16)) | {"bias": (2, 9), "time_bias": (2, 9)}
+    given = {name: torch.zeros(shape) for name, shape in (shapes | {"times": (4,)} | change).items()}
+    times = TokenTimes(given.pop("times").long(), given.pop("time_bias"))
+    with pytest.raises(ValueError, match=message):
+        attention(**given, plan=plan, normalizer=1.0, times=times)
 
 
 def test_rows_are_compared_with_few_others(monkeypatch):
