@@ -28,7 +28,8 @@ def require_at_least(name: str, value: Any, least: int, *, optional: bool = Fals
 def take_python_scalars(settings: Any) -> None:
     """Replace numpy's scalars in the fields of a dataclass, also a frozen one, by Python's: JSON has only those.
 
-    ValueError for a field of type bool with another value than True or False.
+    Also those in a field's dict, list or tuple. ValueError for a field of type bool with another value than True or
+    False.
     """
     for each in fields(settings):
         if not hasattr(settings, each.name):  # a subclass sets it later
@@ -36,8 +37,16 @@ def take_python_scalars(settings: Any) -> None:
         value = getattr(settings, each.name)
         if isinstance(value, np.generic):
             object.__setattr__(settings, each.name, value.item())
+        elif type(value) is dict:
+            object.__setattr__(settings, each.name, {key: _python_scalar(item) for key, item in value.items()})
+        elif type(value) in (list, tuple):
+            object.__setattr__(settings, each.name, type(value)(map(_python_scalar, value)))
         if each.type in ("bool", bool):
             as_boolean(value, each.name)
+
+
+def _python_scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def as_boolean(value: Any, name: str) -> bool:

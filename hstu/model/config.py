@@ -154,6 +154,7 @@ class SequenceModelConfig:
     embedding_dims: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         if not self.embedding_tables:
             raise ValueError("embedding_tables is empty; every feature needs a table: give its number of rows by name")
         for name, num_rows in self.embedding_tables.items():
@@ -228,6 +229,7 @@ class RetrievalOptions:
     in_batch_pool: InBatchPool = "rank"
 
     def __post_init__(self) -> None:
+        take_python_scalars(self)
         if self.num_negatives != -1 and (
             not isinstance(self.num_negatives, int) or isinstance(self.num_negatives, bool) or self.num_negatives < 1
         ):

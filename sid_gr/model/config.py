@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_at_least, require_field_types
+from commons.checks import require_at_least, require_field_types, take_python_scalars
 
 HeadKind = Literal["separate", "shared"]
 
@@ -42,6 +42,7 @@ class SIDGRConfig:
     def __post_init__(self) -> None:
         # Config files contain lists.
         object.__setattr__(self, "codebook_sizes", tuple(self.codebook_sizes))
+        take_python_scalars(self)
         if not self.codebook_sizes:
             raise ValueError("codebook_sizes is empty; an item has at least one code: give the size of every codebook")
         for size in self.codebook_sizes:

@@ -3,18 +3,29 @@
 import copy
 import dataclasses
 import functools
+import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.trainer import DatasetArgs, TrainerArgs
-from hstu.model import ExecutionConfig, HSTUEncoder, HSTURankingModel, RetrievalConfig, execution, layer
+from hstu.model import (
+    ExecutionConfig,
+    HSTUEncoder,
+    HSTURankingModel,
+    RankingConfig,
+    RetrievalConfig,
+    execution,
+    layer,
+)
 from hstu.model.execution import choose_execution
 from hstu.recipe import HSTURecipe, require_device, weights_of
 from hstu.train_config import ModelArgs, TrainConfig
+from sid_gr.model import SIDGRConfig
 from tests.helpers.models.hstu_models import CONFIG, HSTU, TABLES, random_batch, with_execution, with_timestamps
 
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item")
@@ -227,3 +238,15 @@ def test_a_checkpoint_fits_however_the_model_is_executed_and_regularised():
     assert weights_of(sampled) == weights_of(RETRIEVAL)
     other = dataclasses.replace(CONFIG, hstu=dataclasses.replace(HSTU, contextual_mask=True))
     assert weights_of(other) != weights_of(CONFIG)
+
+
+def test_sizes_may_be_numpys():
+    """As `ids.max() + 1` is: they were refused as no integers."""
+    size = np.int64(5)
+    configs = [
+        RankingConfig(HSTU, {"item": size}, [size], size, embedding_dims={"item": size}),
+        RetrievalConfig(HSTU, {"item": size}, item_feature_name="item", num_negatives=size),
+        SIDGRConfig(np.array([5, 5]), size, size, 1, 1),
+    ]
+    json.dumps([dataclasses.asdict(config) for config in configs])
+    assert type(ModelArgs(num_negatives=size).num_negatives) is int
