@@ -192,7 +192,8 @@ def _block(
             nearest, repeats = distance - start % period, min(period, chunk.shape[1])
             first = max(nearest - repeats + 1 - seen[1], 0)
             place = slice(first, nearest - seen[0] + 1)
-            chunks.append(Chunk(chunk, keys[:, place], place, nearest - first, repeats, seen))
+            if keys[:, place].shape[1]:  # the last targets of a group longer than the window see no history
+                chunks.append(Chunk(chunk, keys[:, place], place, nearest - first, repeats, seen))
     return Block(keys, chunks)
 
 

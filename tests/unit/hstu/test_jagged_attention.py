@@ -77,7 +77,7 @@ def test_output_and_gradients_equal_the_reference(
     assert_equal_with_gradients(output, expected, [*inputs, time_bias])
 
 
-@pytest.mark.parametrize("max_attn_len", [None, 30])
+@pytest.mark.parametrize("max_attn_len", [None, 30, 10])  # in the last, chunks of targets see no history
 def test_a_group_of_targets_may_take_several_chunks(max_attn_len):
     lengths, targets, group_size = [70, 45, 3], [50, 20, 3], 40
     inputs = random_inputs(sum(lengths), False, seed=0, longest=max(lengths))
