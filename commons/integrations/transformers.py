@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import transformers
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from commons.checks import as_count, kind_of
@@ -55,7 +55,8 @@ def balanced(
     Raises:
         TypeError, ValueError: when training begins, before its first step: a data set without a length, lengths that
             are missing or differ from the rows, a `cost` that does not return a workload per row, a model whose cost
-            is unknown, a loss that is not divided by the number of items on all ranks.
+            is unknown, a loss that is not divided by the number of items on all ranks, a checkpoint whose run trained
+            other rows than this one skips.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer: make one first")
@@ -69,7 +70,48 @@ def balanced(
         raise TypeError(f"cost is {kind_of(cost)}; it must be a function from lengths to workloads: pass one")
     window = as_count(window, "window", 1)
     trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
+    trainer.remove_callback(_TrainedRows)
+    trainer.add_callback(_TrainedRows)
     return trainer
+
+
+class _TrainedRows(TrainerCallback):
+    """Compares the rows that a checkpoint's run trained with those that a resumed run skips.
+
+    The Trainer skips as many steps as were trained; in a plan for other ranks or settings, these have other rows.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raise ValueError if rows would be lost or trained twice."""
+        if args.ignore_data_skip or not state.global_step:
+            return
+        skipped = _trained(kwargs["train_dataloader"].batch_sampler, args, state)
+        saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("trained", {})
+        if skipped == (saved or {"epoch": skipped["epoch"], **EPOCH_START._asdict()}):
+            return
+        names = [name for name in skipped if name in saved and saved[name] != skipped[name]]
+        told, here = (", ".join(f"{name} {each[name]}" for name in names) for each in (saved, skipped))
+        differ = f"the checkpoint has {told}, this run {here}" if saved else "the checkpoint's run was not balanced"
+        raise ValueError(
+            f"after {state.global_step} steps {differ}; rows would be lost or trained twice: resume with the same "
+            "ranks and settings, or with as many rows per step from a checkpoint at the end of a window, or set "
+            "ignore_data_skip=True, which begins the epoch again"
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note which rows were trained, in what a checkpoint saves."""
+        trained = _trained(kwargs["train_dataloader"].batch_sampler, args, state)
+        state.stateful_callbacks[type(self).__name__] = {"args": {}, "attributes": {"trained": trained}}
+
+
+def _trained(sampler: BalancedBatchSampler, args: Any, state: Any) -> dict[str, Any]:
+    """The place after a number of optimizer steps, and the settings that decide which rows are before it."""
+    accumulated = args.gradient_accumulation_steps
+    epoch, steps = divmod(state.global_step, max(1, -(-len(sampler) // accumulated)))
+    place, plan = sampler.place_after(steps * accumulated, epoch, EPOCH_START), sampler.identity()
+    of_order = ("num_rows", "shuffle", "seed") if place.row else ()
+    names = [name for name in plan if name != "rank"] if place.steps else of_order
+    return {"epoch": epoch, **place._asdict(), **{name: plan[name] for name in names}}
 
 
 class _EpochLoader(DataLoader):

@@ -106,6 +106,36 @@ def test_a_resumed_run_trains_exactly_the_rest(of_ranks, name, batches_before):
         assert rank[name]["weight"] == pytest.approx(rank["padded"]["weight"], rel=1e-6)
 
 
+def test_a_run_of_other_micro_batches_resumes_without_losing_rows_or_is_refused(trainers, tmp_path):
+    """The Trainer skips as many steps as were trained, which are other rows in another plan of a window."""
+
+    def train(name, batch, accumulated, resume=None, window=2, is_balanced=True, **options):
+        options |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "save_steps": 1}
+        trainer = trainers.make_trainer(tmp_path / name, trainers.Recorder, num_train_epochs=1, **options)
+        trainer.seen = []
+        if is_balanced:
+            trainers.balanced(trainer, window=window)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return trainer.seen
+
+    def refused(*arguments, **options):
+        with pytest.raises(ValueError, match="; rows would be lost or trained twice: resume with the same ") as error:
+            train("other", *arguments, **options)
+        return str(error.value)
+
+    runs = {"window": train("window", 3, 2), "alone": train("alone", 3, 2, window=1)}
+    for name, step, window in (("window", 4, 2), ("alone", 3, 1)):
+        rest = train("other", 2, 3, f"{name}/checkpoint-{step}", window, restore_callback_states_from_checkpoint=True)
+        assert sorted(row for batch in (*runs[name][: step * 2], *rest) for row in batch) == list(range(90))
+    within = "the checkpoint has steps 2, batch_size 3, window 4, this run steps 3, batch_size 2, window 6;"
+    assert refused(2, 3, "window/checkpoint-3").startswith(f"after 3 steps {within}")
+    assert refused(3, 1, "alone/checkpoint-3", 1).startswith("after 3 steps the checkpoint has row 18, this run row 9;")
+    train("stock", 3, 2, is_balanced=False)
+    assert refused(3, 2, "stock/checkpoint-1").startswith("after 1 steps the checkpoint's run was not balanced;")
+    rows = Counter(row for batch in train("other", 2, 3, "window/checkpoint-3", ignore_data_skip=True) for row in batch)
+    assert len(rows) == 72 and set(rows.values()) == {1}  # the epoch again, up to the Trainer's number of steps
+
+
 def test_a_batch_size_that_does_not_fit_is_halved(trainers, tmp_path):
     class Full(trainers.Recorder):
         def training_step(self, model, inputs, *args, **kwargs):
