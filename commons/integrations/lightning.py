@@ -53,6 +53,7 @@ class BalancedBatches(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the loader uses the sampler, and that the sampler is for this rank and this data set."""
+        _skip_to_validation(trainer)
         self._place()  # a loader with workers has drawn the epoch; Lightning may make it anew (reload_dataloaders_…)
         loader = trainer.train_dataloader
         if getattr(loader, "batch_sampler", None) is not self._sampler:
@@ -175,3 +176,14 @@ def _limited(number: int, trainer: Trainer) -> int:
     """The batches of an epoch that Lightning trains, of `number`."""
     limit = trainer.limit_train_batches
     return min(number, limit) if isinstance(limit, int) else max(1, int(number * limit))
+
+
+def _skip_to_validation(trainer: Trainer) -> None:
+    """Let a checkpoint of the validation at an epoch's end be one, also if this run's epoch ends between validations.
+
+    Lightning would train one batch more there. It counts the batches of the next epoch from 0.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    count, interval = loop.batch_progress.current, trainer.val_check_batch
+    if loop.restarted_on_last and loop.batch_progress.is_last_batch and isinstance(interval, int):
+        count.ready = count.started = count.processed = count.completed = -(-count.ready // interval) * interval

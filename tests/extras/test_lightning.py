@@ -100,6 +100,22 @@ def test_a_run_with_fewer_and_larger_batches_resumes_another(lightning, tmp_path
     assert set(counts.values()) == {EPOCHS} and len(resumed) < len(whole) - step
 
 
+@pytest.mark.parametrize("interval", [0.5, 3])
+def test_an_epoch_that_ended_with_a_validation_has_ended_for_another_plan_too(lightning, tmp_path, interval):
+    """Lightning trained a batch of it again, because the other plan's 5 batches do not end with a validation."""
+
+    def fit(parts, resume=None):
+        sampler = lightning.make_sampler("budget", budget_per_rank=int(lightning.LENGTHS.sum()) // parts, seed=3)
+        options = {"validates": True, "every_n_epochs": 1, "val_check_interval": interval}
+        seen = lightning.fit(tmp_path / str(parts), sampler, resume and tmp_path / "5" / resume, **options)
+        return [batch for batch in seen if batch != "validated"]
+
+    assert len(fit(5)) == 18 and len(fit(4)) == 15
+    for epochs in (1, 2, 3):
+        rows = Counter(row for batch in fit(4, f"step={6 * epochs}.ckpt") for row in batch)
+        assert rows == Counter(dict.fromkeys(range(NUM_ROWS), EPOCHS - epochs) if epochs < EPOCHS else {})
+
+
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
     for rank, answer in enumerate(of_ranks):
         assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is rank {rank} of 2")
