@@ -90,8 +90,8 @@ class _TrainedRows(TrainerCallback):
         if skipped == (saved or {"epoch": skipped["epoch"], **EPOCH_START._asdict()}):
             return
         names = [name for name in skipped if name in saved and saved[name] != skipped[name]]
-        told, here = (", ".join(f"{name} {each[name]}" for name in names) for each in (saved, skipped))
-        differ = f"the checkpoint has {told}, this run {here}" if saved else "the checkpoint's run was not balanced"
+        before, now = (", ".join(f"{name} {each[name]}" for name in names) for each in (saved, skipped))
+        differ = f"the checkpoint has {before}, this run {now}" if saved else "the checkpoint's run was not balanced"
         raise ValueError(
             f"after {state.global_step} steps {differ}; rows would be lost or trained twice: resume with the same "
             "ranks and settings, or with as many rows per step from a checkpoint at the end of a window, or set "
