@@ -73,7 +73,7 @@ class DemoOptions:
         for name in ("warmup_steps", "seed"):
             require_at_least(name, getattr(self, name), 0)
         if self.quick:
-            self.steps, self.warmup_steps, self.num_users = min(self.steps, 6), 2, min(self.num_users, 400)
+            self.steps, self.warmup_steps, self.num_users = min(self.steps, 7), 2, min(self.num_users, 400)
 
     @property
     def data_dir(self) -> Path:

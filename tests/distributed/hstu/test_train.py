@@ -128,7 +128,7 @@ def test_the_demo(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "generated data" in done.stdout and "speed-up, median of the steps" in done.stdout
     base, other = read_runs([tmp_path / "demo/as-loaded", tmp_path / "demo/balanced"])
-    assert base.step.tolist() == other.step.tolist() == list(range(3, 9))
+    assert base.step.tolist() == other.step.tolist() == list(range(3, 10))
     # Two replicas with the same weights see the same batches; rounding grows.
     losses = base.column("loss"), other.column("loss")
     assert abs(losses[0] - losses[1])[:3].max() < 1e-5 and losses[0][0] != losses[0][1]

@@ -138,7 +138,7 @@ def test_the_demo(tmp_path):
         assert part in done.stdout
     assert re.search(r"the ten most popular, for everyone: HitRate@10 0\.\d+ ± 0\.\d+, NDCG@10 0", done.stdout)
     base, other = read_runs([tmp_path / "demo/as-loaded", tmp_path / "demo/balanced"])
-    assert len(base.step) == len(other.step) == 6
+    assert len(base.step) == len(other.step) == 7
     assert abs(base.column("loss") - other.column("loss")).max() < 1e-5
     assert other.mean("imbalance_after") < other.mean("imbalance_before")
     assert other.evaluations[0][1]["rows"] > 5 and "HitRate@10_se" in other.evaluations[0][1]
