@@ -114,7 +114,7 @@ def read_config_rows(
     for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
         tokens, _ = target.task.tokens_and_pairs(*target.row_tokens(batch))
         workloads = count(batch)
-        counts_operations &= torch.equal(workloads, operations(batch))
+        counts_operations &= used is None or torch.equal(workloads, operations(batch))
         batches.append((workloads.numpy(), tokens.numpy()))
     task, of_what = describe_task(target.task), OF_LAYERS
     if isinstance(target, Recipe) and not counts_operations:

@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.pipeline.look_ahead import ShufflingBatch
 
-# Pipelines that define `reset`, which drops batches, or inherit one that drops nothing; their subclasses call theirs.
+# Pipelines whose `reset`, if they define it, drops batches: subclasses call it. The one they inherit drops nothing.
 _RESET = (
     train_pipelines.TrainPipelineBase,
     train_pipelines.TrainPipelineSparseDist,
@@ -35,8 +35,8 @@ class _Flight:
     """The batches of one pipeline that were read and are not yet trained."""
 
     def __init__(self) -> None:
-        self.lengths: deque[np.ndarray | None] = deque()
-        self.handles: deque[Any] = deque()  # of the batches' shuffles; None for a batch without one
+        # of each batch the lengths, and the handle of its shuffle; None for unknown lengths, or without a shuffle
+        self.batches: deque[tuple[np.ndarray | None, Any]] = deque()
         self.ended: float | None = None  # time at the end of the last step; None before the first step of an epoch
         self.num_trained = 0  # batches that were trained
         self.is_returned = False  # whether the caller of a staged pipeline has a batch to train
@@ -129,9 +129,8 @@ class Recorder:
 
     def _noted(self, pipeline: Any, batch: Any) -> Any:
         if batch is not None:
-            flight = self._flight(pipeline)
-            flight.lengths.append(_lengths_of(batch))
-            flight.handles.append(batch.handle if isinstance(batch, ShufflingBatch) else None)
+            handle = batch.handle if isinstance(batch, ShufflingBatch) else None
+            self._flight(pipeline).batches.append((_lengths_of(batch), handle))
         return batch
 
     def _dropping(self, pipeline: Any, reset: Callable[[], Any]) -> None:
@@ -148,14 +147,14 @@ class Recorder:
         except StopIteration:
             flight.ended = None
             raise
-        if flight.num_trained == before and flight.lengths:
+        if flight.num_trained == before and flight.batches:
             self._trained(pipeline, flight)
         return result
 
     def _staging(self, pipeline: Any, advance: Callable[[], Any]) -> Any:
         """Call `progress` of a staged pipeline, whose caller trains the batch that it returns until the next call."""
         flight = self._flight(pipeline)
-        if flight.is_returned and flight.lengths:
+        if flight.is_returned and flight.batches:
             self._trained(pipeline, flight)
         flight.is_returned = False
         batch = advance()
@@ -165,8 +164,7 @@ class Recorder:
         return batch
 
     def _trained(self, pipeline: Any, flight: _Flight) -> None:
-        lengths, handle = flight.lengths.popleft(), flight.handles.popleft()
-        now, began = time.perf_counter(), flight.ended
+        (lengths, handle), now, began = flight.batches.popleft(), time.perf_counter(), flight.ended
         flight.ended, flight.num_trained = now, flight.num_trained + 1
         evaluates = any(each.__name__.startswith("Eval") for each in type(pipeline).__mro__)
         if evaluates or not getattr(getattr(pipeline, "_model", None), "training", True):
