@@ -319,7 +319,7 @@ def test_nothing_is_kept_of_an_evaluation(recorder):
     source = rank_batches(0, 3, [6])
     for _ in range(3):
         pipeline.progress(source)
-    assert not recorder._flights[pipeline].lengths and not recorder.lengths and not recorder.has_begun
+    assert not recorder._flights[pipeline].batches and not recorder.lengths and not recorder.has_begun
 
 
 class Model(torch.nn.Linear):
