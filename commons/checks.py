@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import sys
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -23,6 +24,19 @@ def require_at_least(name: str, value: Any, least: int, *, optional: bool = Fals
         raise _no_integer(name, value, least, ", or leave it out" if optional else "")
     if value > _MOST:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least} and below 2**63: lower it")
+
+
+def require_positive(name: str, value: Any, rule: str, most: float = sys.float_info.max) -> None:
+    """Raise ValueError unless a value is a number above 0 and at most `most`; `rule` is the message's rule and remedy.
+
+    >>> require_positive("lr", float("nan"), "a learning rate is positive: raise it")
+    Traceback (most recent call last):
+        ...
+    ValueError: lr is nan; a learning rate is positive: raise it
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 < value <= most):
+        raise ValueError(f"{name} is {value!r}; {rule}")
 
 
 def take_python_scalars(settings: Any) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from commons.checks import require_at_least, require_field_types, require_names, require_one_of, take_python_scalars
+from commons.checks import (
+    require_at_least,
+    require_field_types,
+    require_names,
+    require_one_of,
+    require_positive,
+    take_python_scalars,
+)
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.distributed.options import ShufflerOptions
+from commons.trainer.config.rules import (
+    require_folders,
+    require_intervals,
+    require_numbers,
+    require_one_balancer,
+    require_pipeline,
+    require_windows_and_budget,
+)
 from commons.trainer.config.sink_options import SinkName, SinkOptions
 
 # What balances the ranks: nothing; the shuffler, per batch or per window; rank 0, which assigns rows to ranks by their
@@ -174,97 +188,17 @@ class TrainerArgs:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
-            require_at_least(name, getattr(self, name), 1)
-        for name in ("top_k_for_generation", "ckpt_keep"):
-            require_at_least(name, getattr(self, name), 1)
-        for name in ("global_batch_size", "num_epochs", "max_train_iters", "max_eval_iters"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
-        for name in ("seed", "profile_step_start", "profile_step_end"):
-            require_at_least(name, getattr(self, name), 0)
+        require_numbers(self)
         require_field_types(self)
-        if self.ckpt_save_interval != -1:
-            require_at_least("ckpt_save_interval", self.ckpt_save_interval, 1)
-            in_steps = self.schedule_in == "steps"  # in rows, a checkpoint waits for the end of the accumulation
-            if in_steps and self.ckpt_save_interval % self.optimization.accumulation_steps:
-                raise ValueError(
-                    f"ckpt_save_interval is {self.ckpt_save_interval}, accumulation_steps is "
-                    f"{self.optimization.accumulation_steps}; a checkpoint cannot contain a half-accumulated gradient: "
-                    "give a multiple"
-                )
-        if not self.run_dir:  # such as an unset variable of a shell; an empty path is the working directory
-            raise ValueError("run_dir is empty; it is the folder of the run, where its files are written: give one")
-        if not self.ckpt_save_dir:
-            raise ValueError(
-                "ckpt_save_dir is empty; it is a folder: give one, and for no checkpoints leave ckpt_save_interval -1"
-            )
-        if self.overwrite and self.ckpt_load_dir:
-            raise ValueError(
-                f"overwrite is True and ckpt_load_dir is {self.ckpt_load_dir!r}; overwrite removes the run in run_dir, "
-                "ckpt_load_dir continues it: give one of the two, or another run_dir"
-            )
-        if self.peak_tflops is not None:
-            rule = "it is the positive rate of a data sheet, at most 1e9, in 10^12 operations per second: correct it"
-            require_positive("peak_tflops", self.peak_tflops, rule, most=1e9)
+        require_folders(self)
         self.eval_metrics = tuple(require_names("eval_metrics", self.eval_metrics))
         self.sinks = tuple(require_names("sinks", self.sinks))  # type: ignore[arg-type]  # the loop checks them
         for name in self.sinks:
             require_one_of("a name in sinks", name, get_args(SinkName))
-        if self.profile_step_end <= self.profile_step_start:
-            raise ValueError(
-                f"profile_step_end is {self.profile_step_end}, profile_step_start is {self.profile_step_start}; a "
-                "trace ends after it starts: raise profile_step_end"
-            )
-        from commons.pipeline import TrainPipelineFactory  # imported here: reading a config does not need TorchRec
-
-        pipelines = TrainPipelineFactory.list_available()
-        if self.pipeline_type not in pipelines:
-            raise ValueError(
-                f"pipeline_type is {self.pipeline_type!r}; registered are {', '.join(map(repr, pipelines))}: "
-                "choose one, or register it with TrainPipelineFactory"
-            )
-        if self.shuffle_eval and not self.enable_balanced_shuffler:
-            raise ValueError(
-                "shuffle_eval is True and enable_balanced_shuffler is False; the training's shuffler balances "
-                "evaluations: enable it too"
-            )
-        if self.balance_batch and not self.single_rank_load:
-            raise ValueError(
-                "balance_batch is True and single_rank_load is False; balance_batch balances the rows that rank 0 "
-                "loads: set single_rank_load too, or enable_balanced_shuffler instead if every rank loads its own rows"
-            )
-        if self.balance_batch and self.shuffler.max_tokens_per_rank is not None:
-            raise ValueError(
-                f"balance_batch is True and shuffler.max_tokens_per_rank is {self.shuffler.max_tokens_per_rank}; "
-                "rank 0 balances workloads and keeps no cap: leave the cap out, or set enable_balanced_shuffler instead"
-            )
-        for name, who in (("balance_batch", "rank 0"), ("balance_sampler", "the sampler")):
-            if getattr(self, name) and self.enable_balanced_shuffler:
-                raise ValueError(
-                    f"{name} and enable_balanced_shuffler are both True; {who} balances the rows, so they need no "
-                    "shuffle: set one of them"
-                )
-        if self.balances_at_loading and self.shuffler.mode == "off" and self.shuffler.calibration is not None:
-            raise ValueError(
-                f"shuffler.mode is 'off' and shuffler.calibration is {self.shuffler.calibration!r}; a shuffler in mode "
-                "'off' reads no calibration, so rows would be balanced by operations: leave out one of the two"
-            )
-        if self.balances_at_loading and self.shuffler.speeds == "measured":
-            raise ValueError(
-                f"{'balance_sampler' if self.balance_sampler else 'balance_batch'} is True and shuffler.speeds is "
-                "'measured'; rows are balanced when they are loaded, with equal speeds: set enable_balanced_shuffler "
-                "instead, or shuffler.speeds to 'observe' to see what speeds would gain"
-            )
-        self._check_balancing_beyond_a_batch()
-        # With a budget these are an upper limit.
-        least_rows = 1 if self.balancing == "budget" else self.global_batch_size or self.train_batch_size
-        for name in ("eval_interval", "ckpt_save_interval"):
-            if self.schedule_in == "rows" and 0 < getattr(self, name) < least_rows:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, schedule_in is 'rows' and a step has {least_rows} rows or more; "
-                    "it would be due after every step: give a number of rows over all ranks"
-                )
+        require_pipeline(self)
+        require_one_balancer(self)
+        require_windows_and_budget(self)
+        require_intervals(self)
 
     @property
     def balancing(self) -> Balancing:
@@ -281,38 +215,6 @@ class TrainerArgs:
     def balances_at_loading(self) -> bool:
         """Whether loading balances the ranks, so that a shuffler has nothing to move."""
         return self.balancing in ("rank 0", "sampler", "budget")
-
-    def _check_balancing_beyond_a_batch(self) -> None:
-        if self.single_rank_load and (self.balance_sampler or self.shuffle_window > 1):
-            other = "balance_sampler is True" if self.balance_sampler else f"shuffle_window is {self.shuffle_window}"
-            raise ValueError(
-                f"single_rank_load is True and {other}; rank 0 distributes every batch separately: set balance_batch "
-                "instead, or let every rank load its own rows"
-            )
-        if self.shuffle_window > 1 and not (self.balance_sampler or self.enable_balanced_shuffler):
-            raise ValueError(
-                f"shuffle_window is {self.shuffle_window} and balancing is off; a window is the batches that are "
-                "balanced together: set enable_balanced_shuffler or balance_sampler too, or leave shuffle_window 1"
-            )
-        if self.budget_per_rank is None:
-            if self.balance_sampler and not self.shuffler.equal_size:
-                raise ValueError(
-                    "balance_sampler is True, budget_per_rank is None and shuffler.equal_size is False; without a "
-                    "budget every rank reads equally many rows: set budget_per_rank, or leave equal_size True"
-                )
-            return
-        require_positive("budget_per_rank", self.budget_per_rank, "it is a positive number of average rows: correct it")
-        if not self.balance_sampler or self.shuffle_window > 1:
-            raise ValueError(
-                f"budget_per_rank is {self.budget_per_rank}, balance_sampler is {self.balance_sampler} and "
-                f"shuffle_window is {self.shuffle_window}; the sampler fills one step after another: set "
-                "balance_sampler, and leave shuffle_window 1"
-            )
-        if self.shuffler.equal_size:
-            raise ValueError(
-                f"budget_per_rank is {self.budget_per_rank} and shuffler.equal_size is True; with a budget, ranks get "
-                "different numbers of rows: set shuffler.equal_size to false"
-            )
 
 
 @dataclass
@@ -385,16 +287,3 @@ class DatasetArgs:
         elif self.columns.is_given:
             names.append("columns")
         return {name: getattr(self, name) for name in names}
-
-
-def require_positive(name: str, value: Any, rule: str, most: float = sys.float_info.max) -> None:
-    """Raise ValueError unless a value is a number above 0 and at most `most`; `rule` is the message's rule and remedy.
-
-    >>> require_positive("lr", float("nan"), "a learning rate is positive: raise it")
-    Traceback (most recent call last):
-        ...
-    ValueError: lr is nan; a learning rate is positive: raise it
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and 0 < value <= most):
-        raise ValueError(f"{name} is {value!r}; {rule}")

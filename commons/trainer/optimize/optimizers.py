@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from commons.checks import require_field_types
-from commons.trainer.config.args import require_positive
+from commons.checks import require_field_types, require_positive
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 
 
