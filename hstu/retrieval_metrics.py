@@ -89,7 +89,10 @@ class RetrievalMetrics:
         self._temperature = temperature
         self._device = device or torch.device("cpu")
         self._group = resolve_process_group()
-        self._num_items = int(self._table().shape[0])
+        table = self._table()
+        # The ranks that score its rows: all that share it, also tensor-parallel peers, which have the same users.
+        self._owners = table._process_group if isinstance(table, ShardedTensor) else self._group
+        self._num_items = int(table.shape[0])
         self._metrics = {name: parse_metric(name, self._num_items) for name in names}
         self._rank_by_popularity = None if popularity is None else ranks_by(popularity).to(self._device)
         self.reset()
@@ -162,8 +165,8 @@ class RetrievalMetrics:
         return _rounded(queries @ unit(weight.double()).t())
 
     def _over_ranks(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        if self._group is not None:
-            dist.all_reduce(values, op, group=self._group)
+        if self._owners is not None:
+            dist.all_reduce(values, op, group=self._owners)
         return values
 
     def _own_rows(self) -> list[TableRows]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commons.datasets.hstu_batch import HSTUBatch
+from commons.distributed.process_group import resolve_process_group
 from commons.trainer.ranks.collectives import gather_texts
 from commons.trainer.sharding import dense_parameters
 from hstu.metrics import RankingMetrics
@@ -32,9 +33,10 @@ CONFIG = dataclasses.replace(hstu_models.CONFIG, hstu=HSTU)
 
 
 def share(batch: HSTUBatch, *, empty_rank: int | None = None) -> HSTUBatch:
-    """This rank's rows: unevenly many, and padding alone on `empty_rank`."""
-    owners = [rank for rank in range(dist.get_world_size()) if rank != empty_rank]
-    rows = [row for row in range(batch.batch_size) if owners[row * row % len(owners)] == dist.get_rank()]
+    """This data-parallel rank's rows: unevenly many, and padding alone on `empty_rank`, unless it is the only one."""
+    group = resolve_process_group()
+    owners = [rank for rank in range(dist.get_world_size(group)) if rank != empty_rank] or [empty_rank]
+    rows = [row for row in range(batch.batch_size) if owners[row * row % len(owners)] == dist.get_rank(group)]
     return batch.index_select(rows) if rows else padding(batch.max_num_candidates)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.raw_data.movielens import generate_movielens
 from commons.datasets.public.movielens import preprocess_movielens
+from commons.distributed.process_group import resolve_process_group
 from commons.trainer.config.load import load_config
 from commons.trainer.run import run_training
 from hstu.metrics import RankingMetrics
@@ -26,6 +28,7 @@ from hstu.train_config import TrainConfig
 from tests.distributed.hstu.test_model import CONFIG, HSTU, share
 from tests.helpers.jobs.run_folders import lines
 from tests.helpers.models.hstu_models import TABLES, model_of, random_batch
+from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
@@ -35,7 +38,8 @@ CONFIGS = {"ranking": CONFIG, "retrieval": RetrievalConfig(HSTU, TABLES, "item",
 
 def evaluate_rows(task, sharding):
     """Metrics over three batches, of which each rank has a share, the last now and then none; two items are alike."""
-    config, ranks = CONFIGS[task], dist.get_world_size() if dist.is_initialized() else 1
+    config, group = CONFIGS[task], resolve_process_group()
+    ranks = 1 if group is None else dist.get_world_size(group)
     torch.manual_seed(0)
     model = model_of(config)
     with torch.no_grad():
@@ -44,7 +48,7 @@ def evaluate_rows(task, sharding):
             if name.endswith("embeddings.item.weight"):
                 weight[11] = weight[3]
     if sharding is not None:
-        model = build_distributed_model(model, device=CPU, sharding=sharding, local_world_size=ranks)
+        model = build_distributed_model(model, device=CPU, sharding=sharding, local_world_size=dist.get_world_size())
     popularity = torch.arange(TABLES["item"]) % 7
     if task == "ranking":
         metrics = RankingMetrics(2, popularity=popularity)
@@ -62,14 +66,28 @@ def evaluate_rows(task, sharding):
     return metrics.compute()
 
 
+def evaluate_with_peers(tensor_parallel_size, *arguments):
+    """As `evaluate_rows`; tensor-parallel peers evaluate the same rows, and share the tables."""
+    with model_parallel(tensor_parallel_size) if tensor_parallel_size > 1 else contextlib.nullcontext():
+        return evaluate_rows(*arguments)
+
+
 @pytest.mark.parametrize(
-    ("task", "sharding"),
-    [("ranking", "row_wise"), ("retrieval", None), ("retrieval", "row_wise"), ("retrieval", "table_wise")],
+    ("task", "sharding", "tensor_parallel_size"),
+    [
+        ("ranking", "row_wise", 1),
+        ("retrieval", None, 1),
+        ("retrieval", "row_wise", 1),
+        ("retrieval", "table_wise", 1),
+        ("ranking", "row_wise", 2),
+        ("retrieval", None, 2),
+        ("retrieval", "row_wise", 2),
+    ],
 )
-def test_metrics_do_not_depend_on_the_number_of_ranks(ranks, task, sharding):
+def test_metrics_do_not_depend_on_the_number_of_ranks(ranks, task, sharding, tensor_parallel_size):
     alone = evaluate_rows(task, None)
     assert all(0 < value < 1 for name, value in alone.items() if name != "loss")
-    for results in ranks.run(evaluate_rows, task, sharding):
+    for results in ranks.run(evaluate_with_peers, tensor_parallel_size, task, sharding):
         assert results == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
