@@ -62,9 +62,9 @@ class ParallelDecoder(DistributedDataParallel):
     """megatron-core's DistributedDataParallel around a SIDDecoder; after the backward pass `grad` is the average.
 
     megatron-core accumulates gradients in buffers (`main_grad`); its own training loop clears them before a step and
-    reduces them with `finalize_model_grads` after it. TorchRec's pipelines do neither, so this class clears the buffers
-    before a forward pass and reduces them after the backward pass. The gradients are then those of the last pass,
-    averaged over the data-parallel group, as with torch's DistributedDataParallel.
+    reduces them with `finalize_model_grads` after it. TorchRec's pipelines do neither, so this class sets the buffers
+    to `grad` before a forward pass and reduces them after the backward pass. A pass then adds its gradients, averaged
+    over the data-parallel group, to those that the optimizer has not cleared, as with torch's DistributedDataParallel.
     """
 
     # Makes TorchRec call load_state_dict, whose names, like those of state_dict, omit the wrapper.
@@ -73,9 +73,12 @@ class ParallelDecoder(DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the decoder's forward, and prepare the reduction of gradients."""
         if torch.is_grad_enabled():
+            earlier = [(each, each.grad.clone()) for each in self.parameters() if each.grad is not None]
             self.zero_grad_buffer()
             for parameter in self.parameters():
                 parameter.grad = None
+            for parameter, grad in earlier:  # equal on all ranks, so averaging them again changes nothing
+                parameter.main_grad.copy_(grad)
         loss, output = super().forward(*args, **kwargs)
         if loss.requires_grad:
             # The backward pass begins at the loss; a callback queued there runs when the pass is complete.

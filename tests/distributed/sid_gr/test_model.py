@@ -171,12 +171,14 @@ def test_every_true_item_counts_also_items_that_cannot_be_generated():
 
 
 @on_two_ranks
-def test_gradients_are_those_of_one_backward_pass():
-    """`grad` holds the averaged gradients, of one backward pass; an evaluation between two passes changes nothing."""
+def test_gradients_are_averaged_and_accumulate():
+    """As with torch's DistributedDataParallel, until they are cleared; an evaluation between passes changes nothing."""
     with model_parallel():
         model = build_sharded("row_wise", embedding_lr=1e-30)
         batch = make_batch(3 + dist.get_rank())
         parameters = dense_parameters(model)
+
+        optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
 
         def gradients():
             loss, _ = model(batch)
@@ -184,6 +186,7 @@ def test_gradients_are_those_of_one_backward_pass():
             return {name: parameter.grad.clone() for name, parameter in parameters.items()}
 
         first = gradients()
+        optimizer.zero_grad()
         own = make_model()
         loss, _ = own(batch)
         loss.backward()
@@ -198,6 +201,8 @@ def test_gradients_are_those_of_one_backward_pass():
         # The first pass has trained the table, at a rate of next to nothing: the second one sees the same weights.
         second = gradients()
         assert len(names) > 20 and all(_largest(second[name], first[name].double()) < 1e-6 for name in first)
+        both = gradients()
+        assert all(_largest(both[name], 2 * first[name].double()) < 1e-6 for name in first)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
