@@ -218,9 +218,12 @@ class BaseTaskBalancedBatchShuffler(ABC):
 
         Raises:
             ValueError: not a number, or stats of a group of another size.
+            TypeError: stats that are not a ShuffleStats.
         """
         if not isinstance(milliseconds, numbers.Real):
             raise ValueError(f"milliseconds is {milliseconds!r}; it must be a number: correct it")
+        if not isinstance(stats, (ShuffleStats, type(None))):
+            raise TypeError(f"stats is {kind_of(stats)}; they are a ShuffleStats: pass last_stats, without to_dict()")
         if stats is not None:
             self.engine.report_step_time(float(milliseconds), stats, pg_group)
 
