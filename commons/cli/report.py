@@ -151,7 +151,7 @@ def _column(report: RunReport) -> dict[str, dict[str, str]]:
                 for name in PARTS
             },
             "all of it": format_number("{:,.1f}", total),
-            "balancing takes off": format_number("{:,.1f}", time.saved if time and gain.work is not None else None),
+            "balancing takes off": format_number("{:,.1f}", getattr(time, "saved", None)),
         },
         "beside the steps, ms of a step": {
             "gather": format_number("{:,.1f}", getattr(background, "gather_ms", None)),

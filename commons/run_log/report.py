@@ -105,6 +105,7 @@ class RunReport:
             after = ("imbalance_after", "uneven_after", "worst_after")
             unknown = (*after, "work", "possible", "step", "predicted_step", "gated", "gap")
             self.gain = replace(self.gain, **dict.fromkeys(unknown))
+            self.step_time = self.step_time and replace(self.step_time, saved=None)
         self.time_fit = time_fit_of(log, self.trained)
         # None without a shuffler, or in mode "off"
         self.background = _background_of(log, exchanges=self.moves_rows and self.window > 1)

@@ -131,6 +131,7 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
         shown = rows_of([run])
         assert ("→" in shown["imbalance, mean"][0]) is ("  possible" in shown) is is_gain_known
         assert (run.gain.work is not None) is ("balancing takes off" in shown) is is_gain_known
+        assert (run.step_time.saved is not None) is is_gain_known
         names = [name for _, name in answer_of([run]).figures]
         assert f"imbalance as {'loaded' if is_gain_known else 'trained'}" in names
         left = f": the imbalance is {run.gain.imbalance_before:.1%}. To measure the gain, train a run without it and "
