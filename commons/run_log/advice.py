@@ -177,11 +177,12 @@ def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
     remedy = ", leave it off" if leave_off and is_even else ""
     if report.ranks == 1:
         return "there is only one rank"
-    if (gain.gated or 0.0) >= 0.5:
+    if (gain.gated or 0.0) >= 0.5 and not report.by_work:
         return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain{remedy}"
     if is_even:
         assigned = "with rows assigned to ranks in turn" if report.by_work else "without balancing"
         return f"the ranks have even loads {assigned}{remedy}"
     if gain.possible is not None and gain.possible < _WORTH:
         return f"the largest load is one row, or a few rows, that no plan can split: {_longer(report)}"
-    return f"no plan within the settings is better: {_looser(report)} allows better plans"
+    better = _longer(report) if report.by_work else f"{_looser(report)} allows better plans"
+    return f"no plan within the settings is better: {better}"

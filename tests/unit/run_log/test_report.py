@@ -274,6 +274,8 @@ LITTLE_GAIN = {"largest_load_before": 5.15e8, "largest_load_after": 5e8}
 def test_why_a_run_gains_less(tmp_path, changes, expected):
     assert expected in advice_of(report_of(tmp_path, **changes))
     assert "shuffle-window" not in advice_of(report_of(tmp_path, config=config_of(budget_per_rank=4.0), **changes))
+    by_work = advice_of(report_of(tmp_path, config=BY_WORK, before_in_turn=1, **changes))
+    assert not any(f"--trainer.shuffler.{name}" in by_work for name in ("slack", "min-gain", "no-equal-size"))
 
 
 def test_a_single_rank_and_even_ranks_have_nothing_to_gain(tmp_path):
