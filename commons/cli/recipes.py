@@ -122,6 +122,8 @@ def read_config_rows(
         of_what = f"in the {task}"
     if calibrated is not None:
         of_what = "of a whole step, by the calibration"
+    if used is not None and used.engine.costs.has_groups:
+        of_what += ", without its groups (get_groups): training keeps them together, and gains less"
     # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 

@@ -7,10 +7,11 @@ import torch
 
 from commons.cli.recipes import load_recipe, read_config_rows
 from commons.distributed.options import ShufflerOptions
+from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from tests.helpers.jobs.training_configs import CONFIG
 
 
-def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked):
+def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked, monkeypatch):
     config = tmp_path / "run.toml"
     config.write_text('shuffler_type = "tokens"\n' + CONFIG.format(candidates=3))
     target = load_recipe(None, config, torch.device("cpu"))
@@ -22,6 +23,12 @@ def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked):
     assert as_loaded["imbalance"] == pytest.approx((expected.amax(1) / expected.double().mean(1)).mean().item() - 1)
     assert balanced["imbalance"] < as_loaded["imbalance"]
     assert answer["task"] == "workloads of shuffler 'tokens'"
+    said = "in the workloads of shuffler 'tokens'"
+    assert answer["advice"]["text"].endswith(f"{said}.")
+    # Rows are planned separately here.
+    monkeypatch.setattr(TokensBalancedBatchShuffler, "get_groups", TokensBalancedBatchShuffler.get_workloads)
+    grouped = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "2")
+    assert f"{said}, without its groups (get_groups): " in grouped["advice"]["text"]
     # A shuffler that moves no row has no costs of its own.
     config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
     assert read_config_rows(config, None, ShufflerOptions(), (2,), 1).task.startswith("hstu, hidden 32")
