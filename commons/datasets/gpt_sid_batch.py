@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from commons.checks import as_count
 from commons.datasets.hstu_batch import padded_kjt, real_rows_of
 from commons.datasets.random.distribution import RandomDistribution, draw_device
 from commons.sequence_batch.batch import BaseBatch
@@ -186,8 +187,7 @@ class GPTSIDBatch(BaseBatch):
         """
         num_real, num_hierarchies = real_rows_of(batch_size, actual_batch_size), len(codebook_sizes)
         for name, most in (("max_history_length", max_history_length), ("max_candidate_length", max_candidate_length)):
-            if most < 0:
-                raise ValueError(f"{name} is {most}; a length is not negative: raise it")
+            as_count(most, name, 0)
         if sids is not None and (sids.dim() != 2 or sids.shape[0] < 1 or sids.shape[1] != num_hierarchies):
             raise ValueError(
                 f"sids have shape {tuple(sids.shape)}, there are {num_hierarchies} codebooks; items are drawn from "
@@ -265,8 +265,7 @@ class GPTSIDBatch(BaseBatch):
 
 def _require_codebooks(codebook_sizes: Sequence[int] | None, num_hierarchies: int) -> None:
     """Raise ValueError unless there is one codebook with codes for every hierarchy, and a hierarchy."""
-    if num_hierarchies < 1:
-        raise ValueError(f"num_hierarchies is {num_hierarchies}; an item has at least one code: give 1 or more")
+    as_count(num_hierarchies, "num_hierarchies", 1)
     if codebook_sizes is not None and (len(codebook_sizes) != num_hierarchies or min(codebook_sizes) < 1):
         raise ValueError(
             f"codebook_sizes is {list(codebook_sizes)}, num_hierarchies is {num_hierarchies}; every hierarchy has one "

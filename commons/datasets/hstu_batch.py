@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.checks import as_boolean, kind_of, require_names, take_python_scalars
+from commons.checks import as_boolean, as_count, kind_of, require_names, take_python_scalars
 from commons.datasets.random.distribution import RandomDistribution, draw_device, random_times
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.sequence_batch.batch import BaseBatch
@@ -61,12 +61,9 @@ class FeatureConfig:
                 f"feature_names has {len(self.feature_names)} entries, max_item_ids has {len(self.max_item_ids)}; one "
                 "maximum per name is needed, and at least one name: make them equally long"
             )
-        if min(self.max_item_ids) < 1:
-            raise ValueError(
-                f"max_item_ids is {self.max_item_ids}; ids lie in [0, maximum): every maximum is 1 or more"
-            )
-        if self.max_sequence_length < 0:
-            raise ValueError(f"max_sequence_length is {self.max_sequence_length}; a length is not negative: raise it")
+        for index, number in enumerate(self.max_item_ids):
+            as_count(number, f"max_item_ids[{index}]", 1)
+        as_count(self.max_sequence_length, "max_sequence_length", 0)
 
     def draw_lengths(self, num_rows: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draw lengths of rows, int64 `(num_rows,)`, on the generator's device."""
@@ -105,7 +102,7 @@ class HSTUBatch(BaseBatch):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_names()
-        if self.max_num_candidates < 0 or (self.max_num_candidates > 0 and self.num_candidates is None):
+        if as_count(self.max_num_candidates, "max_num_candidates", 0) > 0 and self.num_candidates is None:
             raise ValueError(
                 f"max_num_candidates is {self.max_num_candidates} and num_candidates is {self.num_candidates}; with "
                 "candidates every row needs its number: give num_candidates, or set max_num_candidates to 0"
@@ -248,10 +245,8 @@ class HSTUBatch(BaseBatch):
         """
         contextual_feature_names = require_names("contextual_feature_names", contextual_feature_names)
         num_real = real_rows_of(batch_size, actual_batch_size)
-        if num_tasks is not None and num_tasks < 1:
-            raise ValueError(
-                f"num_tasks is {num_tasks}; labels have at least one task: raise it, or give None for no labels"
-            )
+        if num_tasks is not None:
+            as_count(num_tasks, "num_tasks", 1)
         drawn_on = draw_device(generator)
         values: dict[str, torch.Tensor] = {}
         lengths: dict[str, torch.Tensor] = {}
@@ -272,7 +267,7 @@ class HSTUBatch(BaseBatch):
             )
         targets = lengths[item_feature_name]  # (num_real,)
         num_candidates = None
-        if max_num_candidates > 0:
+        if as_count(max_num_candidates, "max_num_candidates", 0) > 0:
             drawn = torch.randint(1, max_num_candidates + 1, (num_real,), generator=generator, device=drawn_on)
             targets = torch.minimum(drawn, (targets - 1).clamp_(min=0))
             num_candidates = torch.nn.functional.pad(targets, (0, batch_size - num_real))
@@ -316,11 +311,12 @@ def _runs_of_columns(keys: tuple[str, ...], names: tuple[str, ...]) -> list[tupl
 
 def real_rows_of(batch_size: int, actual_batch_size: int | None) -> int:
     """The number of real rows of a random batch; ValueError if a batch cannot have this number."""
-    num_real = batch_size if actual_batch_size is None else actual_batch_size
-    if batch_size < 1 or not 0 <= num_real <= batch_size:
+    as_count(batch_size, "batch_size", 1)
+    num_real = batch_size if actual_batch_size is None else as_count(actual_batch_size, "actual_batch_size", 0)
+    if num_real > batch_size:
         raise ValueError(
-            f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; a batch has at least one row, and "
-            "real rows are some of its rows: give 1 <= batch_size and 0 <= actual_batch_size <= batch_size"
+            f"batch_size is {batch_size}, actual_batch_size is {actual_batch_size}; real rows are some of a batch's "
+            "rows: give 0 <= actual_batch_size <= batch_size"
         )
     return num_real
 

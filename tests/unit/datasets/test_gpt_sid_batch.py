@@ -103,6 +103,7 @@ class TestChecks:
         [
             (lambda: random_batch(num_real=7), "actual_batch_size is 7"),
             (lambda: random_batch(longest=-1), "max_history_length is -1"),
+            (lambda: random_batch(longest="9"), "max_history_length is '9'"),
             (lambda: random_batch(most_candidates=-2), "max_candidate_length is -2"),
             (lambda: random_batch(sids=torch.zeros(4, 2).long()), r"sids have shape \(4, 2\), there are 3 codebooks"),
             (lambda: random_batch(sids=torch.zeros(0, 3).long()), r"sids have shape \(0, 3\), there are 3 codebooks"),
@@ -112,6 +113,7 @@ class TestChecks:
             (lambda: build(ITEM, ITEM, candidate_feature_name="history"), "are both 'history'"),
             (lambda: build(ITEM, ITEM, feature_to_max_seqlen={"history": 9}), "not the candidate_feature_name 'cand"),
             (lambda: build(ITEM, ITEM, num_hierarchies=0, codebook_sizes=None), "num_hierarchies is 0"),
+            (lambda: build(ITEM, ITEM, num_hierarchies=3.0), "num_hierarchies is 3.0"),
             (lambda: build(ITEM, ITEM, num_hierarchies=2), r"codebook_sizes is \[5, 3, 7\], num_hierarchies is 2"),
             (lambda: build(ITEM, ITEM, codebook_sizes=[5, 3, 0]), "at least one code"),
             (lambda: build(ITEM[:2], ITEM), "row 0 of 'history' has 2 ids, num_hierarchies is 3"),
