@@ -175,7 +175,7 @@ class KeyedJaggedField(JaggedField):
         for position, parts in enumerate(zip(*map(self.tensors, values))):
             # `tensors` has the lengths at position 1.
             pieces = [part.split(sizes) for part, sizes in zip(parts, rows_per_key if position == 1 else per_key)]
-            joined.append(torch.cat([piece[key] for key in range(len(self.keys)) for piece in pieces]))
+            joined.append(torch.cat([piece[key] for key in range(len(self.keys)) for piece in pieces] or parts))
         return self.made_of([sum(strides), [sum(sizes) for sizes in zip(*per_key)]], joined)
 
     def tensors(self, value: KeyedJaggedTensor) -> list[torch.Tensor]:

@@ -71,6 +71,11 @@ def kjt(ids, rows=None, weights=True):
     )
 
 
+def kjt_without_keys(ids):
+    none = torch.empty(0, dtype=torch.int64)
+    return KeyedJaggedTensor([], none, none.float(), none.to(torch.int32), stride=len(ids))
+
+
 def jagged(ids):
     values = torch.cat([torch.empty(0, 2, dtype=torch.int64), *(elements(sample, 2) for sample in ids)])
     lengths = torch.tensor([length_of(sample) for sample in ids], dtype=torch.int64)
@@ -143,6 +148,7 @@ KINDS = {
     "tensor": dense,
     "nested": nested,
     "kjt": kjt,
+    "kjt without keys": kjt_without_keys,
     "jagged": jagged,
     "keyed": keyed,
     "texts": lambda ids: [f"t{sample}" for sample in ids],
