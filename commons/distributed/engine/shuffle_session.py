@@ -28,6 +28,7 @@ from commons.distributed.gather.peers import Peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.global_batch import attach_global_batches
+from commons.distributed.process_group import tensor_parallel_group
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.partitioner.core import address
@@ -66,10 +67,9 @@ class ShuffleSession:
         only_device: torch.device | None,
         window: int | None,
     ) -> None:
-        self.channel, self.only_device, self.steps = channel, only_device, 0
+        self.channel, self.only_device, self._window, self.steps = channel, only_device, window, 0
         self.resets = 0  # how often a pipeline has dropped shuffles that it had started; equal on all ranks
         self._options = options = costs.shuffler.options
-        self._window = window
         # Most seconds that a step of the worker thread takes, whichever ranks are missing.
         self.longest_wait = 2 * options.timeout + GRACE_SECONDS
         self._calibrated, self._token_features = costs.calibrated, costs.token_features
@@ -127,8 +127,10 @@ class ShuffleSession:
         self._pins = device is not None and device.type == "cuda" and self.channel.world_size > 1
         try:
             prepared = self._prepare(step, local, resets)
-        except RankMissingError as error:
-            if not isinstance(error, ShufflerAbortedError):  # logged at once: the main thread may notice much later
+        except Exception as error:
+            # The main thread may notice it much later, or never, if it waits for tensor-parallel peers that train on.
+            is_urgent = isinstance(error, RankMissingError) or tensor_parallel_group() is not None
+            if is_urgent and not isinstance(error, ShufflerAbortedError):
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
             raise
         if self._peers is not None and prepared.schema is not None:
@@ -384,9 +386,7 @@ class ShuffleSession:
         if self._options.mode == "balance" or schema.states_padding:
             return False
         dry = self._members[messages[:, 1] == 0].tolist()
-        if not dry:
-            return False
-        if self.channel.rank == 0 and not self._has_warned_of_end:
+        if dry and self.channel.rank == 0 and not self._has_warned_of_end:
             self._has_warned_of_end = True
             logger.warning(
                 "the data of ranks %s ended at step %d, and %s cannot state padding, so that the data ends on all "
@@ -397,4 +397,4 @@ class ShuffleSession:
                 schema.type_name,
                 messages[:, MESSAGE_NUMBERS + 1 : self._header : BATCH_NUMBERS].sum(),
             )
-        return True
+        return bool(dry)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commons.distributed.engine import engine
+from commons.distributed.engine import engine, shuffle_session
 from commons.distributed.gather import local_rows
 from commons.distributed.gather.peers import Peers
 from commons.distributed.options import ShufflerOptions
@@ -136,7 +136,9 @@ def test_tensor_parallel_peers_need_the_same_calibration(calibration):
 def _each_alone():
     """Every rank is a data-parallel group of its own; all ranks are tensor-parallel peers."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    with mock.patch.object(engine, "tensor_parallel_group", lambda: dist.group.WORLD):
+    with contextlib.ExitStack() as mocks:
+        for module in (engine, shuffle_session):
+            mocks.enter_context(mock.patch.object(module, "tensor_parallel_group", lambda: dist.group.WORLD))
         yield alone
 
 
@@ -205,6 +207,21 @@ def test_peers_stop_when_a_step_failed_on_one_of_them(step):
     for text, _ in found[5:]:
         others = [each for each in range(5) if each != step]
         assert f"before step 5 rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 {others}; tensor-parallel" in text
+
+
+@on_two_ranks
+def test_an_error_in_the_group_of_one_peer_is_logged_at_once():
+    """The other peer trains on, so the model's collectives may wait, and the error never reach the main thread."""
+    is_failing = dist.get_rank() == 1
+    logs = mock.patch.object(shuffle_session.logger, "error")
+    with logs as log, _each_alone() as group, closing(_Failing(pg_group=group)) as shuffler:
+        shuffler.fails = (1,) if is_failing else ()
+        shuffler.shuffle(my_batch())
+        handle = shuffler.start_shuffle(my_batch())
+        assert handle.failed_elsewhere() is False  # waits for the worker thread, and raises nothing
+        texts = [call.args[0] % call.args[1:] for call in log.call_args_list]
+        assert texts == ["rank 1: rank 1: OSError: a disk of this rank alone"] * is_failing
+        assert ("disk" in error_of(handle.has_ended)) == is_failing
 
 
 @on_two_ranks
