@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
 from commons.perf_model.partitioner.core import SOURCES
@@ -47,7 +47,7 @@ def agree_on_schema(
     text, problem = capture_error(lambda: "" if own is None else own.text)
     error = next((each.error for each in local if each.error is not None), None) or problem
     options = None if error else settings | {"versions": versions}
-    most_words = int(channel.agree("shuffle", options, error, [words], step).max())
+    most_words = int(channel.agree("shuffle", options, error, [words], step, CALL_NUMBERS).max())
     texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}
     if not texts:
         return None, 0

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from tests.helpers.batches.any_batches import dense
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
 from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import on
 
@@ -270,3 +271,17 @@ def test_every_pair_of_calls():
             "correct the program"
         )
         assert moved.num_moved and torch.equal(moved.send_home(moved.batch)["a"], rows)
+
+
+@on("own_two_ranks", timeout=120)
+def test_a_call_beside_the_first_shuffle_of_another_rank():
+    """Their first messages have one size: gloo ends the process that receives a longer one than it expects."""
+
+    def shuffle():
+        with closing(SquareShuffler()) as shuffler:
+            shuffler.shuffle(my_batch(0, [2, 2]))
+
+    assert error_of(shuffle if dist.get_rank() else redistribute) == (
+        "ValueError: rank 0 calls redistribute_balanced and rank 1 calls shuffle; all ranks make the same calls in the "
+        "same order: correct the program"
+    )
