@@ -70,7 +70,7 @@ class SingleRankLoader(Iterable[Any]):
         self._equal_size = equal_size
         self._pin_memory = pin_memory and torch.cuda.is_available()  # torch raises an error without a GPU
         self._channel = DispatchChannel(resolve_process_group(group), timeout)
-        # For a loader that is garbage-collected without close(), on every rank at another time.
+        # Ranks close the loader at other times, or let it be garbage-collected without close().
         self._when_collected = weakref.finalize(self, self._channel.close, ordered=False)
         self._when_collected.atexit = False
         self._batches = 0
@@ -94,7 +94,7 @@ class SingleRankLoader(Iterable[Any]):
         try:
             self._channel.begin(_CALL, None if checked is None else checked[0], error)
         except BaseException:
-            self.close()  # so that all ranks free their groups, also ranks that made another call
+            self._channel.close()  # so that all ranks free their groups, also ranks that made another call
             raise
 
     @property
@@ -160,8 +160,7 @@ class SingleRankLoader(Iterable[Any]):
     def close(self) -> None:
         """Release the process groups; the loader cannot be used afterwards."""
         self._closed = True
-        self._when_collected.detach()
-        self._channel.close()
+        self._when_collected()
 
     def _own_loader(self) -> Any:
         if self.loader is None:

@@ -51,12 +51,17 @@ def load(batches, balanced, src=0):
         loader.close()
 
 
+@pytest.mark.parametrize("closed_on", [(), (0,)], ids=["no rank", "the source alone"])
 @on_two_ranks
-def test_a_loader_that_was_not_closed_returns_its_groups():
+def test_a_loader_that_was_not_closed_on_a_rank_returns_its_groups(closed_on):
     made = []
     with own_groups():
         for _ in range(3):
-            assert list(SingleRankLoader([] if dist.get_rank() == 0 else None)) == []
+            loader = SingleRankLoader([] if dist.get_rank() == 0 else None, timeout=20.0)
+            assert list(loader) == []
+            if dist.get_rank() in closed_on:
+                loader.close()
+            del loader
             made.append(len(dist.distributed_c10d._world.pg_names))
     assert made[0] == made[-1]
 
