@@ -218,7 +218,7 @@ class Checkpointer:
             if found is None:
                 return None
             chosen, state = Path(found["path"]), found["state"]
-            on_all_ranks(functools.partial(require_visible, chosen), self._device)
+            on_all_ranks(functools.partial(require_visible, chosen, state["digest"]), self._device)
             try:
                 misfit = self._load_from(chosen, state["digests"])
                 break

@@ -161,12 +161,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def require_visible(path: Path) -> None:
-    """Raise FileNotFoundError unless this rank sees the checkpoint that rank 0 has chosen."""
-    if not (path / STATE_FILE).is_file():
+def require_visible(path: Path, digest: str) -> None:
+    """Raise FileNotFoundError unless this rank sees the checkpoint that rank 0 has chosen, by its state's digest."""
+    state = path / STATE_FILE
+    found = state.read_text(encoding="utf-8", errors="replace") if state.is_file() else ""
+    if digest not in found:
+        problem = "is another one than that of rank 0" if found else "does not exist, and rank 0 has found it"
         raise FileNotFoundError(
-            f"{path} does not exist on {socket.gethostname()}, and rank 0 has found it; all ranks load from one folder "
-            "on a shared disk: mount the disk there, at the same path"
+            f"{path} on {socket.gethostname()} {problem}; all ranks load from one folder on a shared disk: mount the "
+            "disk there, at the same path"
         )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
+from commons.trainer.checkpoint.folder import STATE_FILE, state_text
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
@@ -57,12 +60,17 @@ def test_checkpoints_that_a_rank_does_not_see_are_not_called_damaged(tmp_path):
     for step in (1, 2):
         saved.save(TrainProgress(step))
     (tmp_path / "another").mkdir(exist_ok=True)
-    for path in ("checkpoints", "checkpoints/step_00000001"):
-        with in_folder(tmp_path / "another" if dist.get_rank() == 1 else tmp_path):
-            error = error_of(checkpointer(torch.nn.Linear(4, 2), path).resume)
-        assert error.startswith("ValueError: rank 1: checkpoints/step_0000000"), error
-        assert "and rank 0 has found it; all ranks load from one folder on a shared disk: mount" in error
-        assert len(set(of_all([error]))) == 1
+    if dist.get_rank() == 1:  # a copy of another run's checkpoints: rank 1 trained with its weights
+        copy = shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy" / "checkpoints")
+        for file in copy.glob(f"*/{STATE_FILE}"):
+            file.write_text(state_text(json.loads(file.read_text()) | {"world_size": 1}))
+    for folder, problem in (("another", "rank 0 has found it"), ("copy", "is another one than that")):
+        for path in ("checkpoints", "checkpoints/step_00000001"):
+            with in_folder(tmp_path / folder if dist.get_rank() == 1 else tmp_path):
+                error = error_of(checkpointer(torch.nn.Linear(4, 2), path).resume)
+            assert error.startswith("ValueError: rank 1: checkpoints/step_0000000") and problem in error, error
+            assert "; all ranks load from one folder on a shared disk: mount" in error
+            assert len(set(of_all([error]))) == 1
 
 
 @on_two_ranks
