@@ -240,6 +240,17 @@ def record_ranks(folder, of_ranks):
         np.savez(folder / f"rank{rank}.npz", world_size=len(of_ranks), unknown=0, **record)
 
 
+def test_a_record_that_was_copied_here_after_an_earlier_run_is_not_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(observe, "_PATIENCE", 0.0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    record_ranks(tmp_path, [[[9]], [[1]]])
+    assert main(["--folder", ".", "script.py"]) == 2
+    assert "ranks [1] of 2 have written no record to ." in capsys.readouterr().err
+
+
 def test_a_step_counts_in_which_a_rank_has_no_row_beside_one_row_per_rank(tmp_path, capsys, monkeypatch):
     record_ranks(tmp_path, [[[9], [8], [7]], [[1], [2], []]])
     monkeypatch.setattr(observe, "_MOST_STEPS", 3)
