@@ -34,7 +34,7 @@ codecs.register_error(_PLAIN_ERRORS, _plain)
 
 def accept_all_text() -> None:
     """Make stdout replace characters that its encoding lacks instead of raising UnicodeEncodeError."""
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors=_PLAIN_ERRORS)
 
 
