@@ -113,9 +113,12 @@ def attempt_of_torchrun() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def attempt_of_store() -> str:
-    """The attempt of torchrun if its agent hosts the default store, which outlasts attempts; "0" for other stores."""
-    return attempt_of_torchrun() if _describe_host() == _AGENT else "0"
+def attempt_of_store(store: dist.Store | None = None) -> str:
+    """The attempt of torchrun if its agent hosts the store, which outlasts attempts; "0" for other stores.
+
+    None is the default process group's store.
+    """
+    return attempt_of_torchrun() if _describe_host(store) == _AGENT else "0"
 
 
 def is_beside_host() -> bool:
@@ -160,9 +163,9 @@ _WORKER = DaemonWorker("evenrank-store", exit_seconds=1.0, break_off=break_off)
 _CONNECTOR = DaemonWorker("evenrank-store-client", exit_seconds=1.0, break_off=break_off)
 
 
-def _describe_host() -> str | None:
-    """Which process hosts the default store, in words; None if no process does, as with a FileStore."""
-    store = _tcp_store(dist.distributed_c10d._get_default_store())
+def _describe_host(store: dist.Store | None = None) -> str | None:
+    """Which process hosts a store (None: the default one), in words; None if no process does, as with a FileStore."""
+    store = _tcp_store(store or dist.distributed_c10d._get_default_store())
     if store is None:
         return None
     # Under torchrun a program may have made its own store, at another port.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commons.checks import require_one_of
+from commons.distributed.channel.store import attempt_of_store
 from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 
@@ -67,13 +68,15 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         backend = dist.Backend("gloo" if device.type == "cpu" else "nccl")
         timeout = dist.distributed_c10d._get_default_timeout(backend)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun's store may outlast attempts, with the addresses of ended ranks.
+        store = dist.PrefixStore(f"default_pg/{attempt_of_store(store)}", store)
         store.set_timeout(timeout)
         _require_device_of_rank_0(device, device_type, rank, store)
         if device.type == "cpu":
             torch.set_num_threads(1)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("default_pg", store),
+            store=store,
             rank=rank,
             world_size=world_size,
             device_id=None if device.type == "cpu" else device,
@@ -121,8 +124,7 @@ def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:
 def _require_device_of_rank_0(device: torch.device, device_type: DeviceType, rank: int, store: dist.Store) -> None:
     """Refuse a GPU here and none there: ranks with NCCL and ranks with gloo would wait for each other.
 
-    With "auto", one machine whose GPU has failed would be enough. In a store that outlasts an attempt, a rank may read
-    the value of the attempt before, as with torch's own addresses there; then one more attempt fails.
+    With "auto", one machine whose GPU has failed would be enough.
     """
     key = "evenrank/device of rank 0"
     if rank == 0:
