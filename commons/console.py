@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 # Replacements for evenrank's special characters where the encoding of stdout lacks them, such as ASCII.
-_PLAIN = {"×": "x", "÷": "/", "→": "->", "–": "-", "−": "-", "…": "...", "·": "*", "Σ": "sum ", "≥": ">=", "≤": "<="}
+_PLAIN = dict(zip("×÷→–−…·Σ±≥≤", ("x", "/", "->", "-", "-", "...", "*", "sum ", "+-", ">=", "<=")))
 _PLAIN_ERRORS = "evenrank.plain"
 
 

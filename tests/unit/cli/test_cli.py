@@ -203,7 +203,8 @@ ANSWERS = {
 @pytest.fixture
 def two_runs(here):
     write_unlooked(here / "runs" / "a", make_steps(balances=False), [10] * 5)
-    write_run(here / "runs" / "b", lines_of(make_steps(), [10] * 5))
+    evaluation = {"schema": 1, "step": 60, "eval_auc": 0.75, "eval_auc_se": 0.03}
+    write_run(here / "runs" / "b", [*lines_of(make_steps(), [10] * 5), evaluation])
 
 
 @pytest.mark.parametrize(
