@@ -351,12 +351,16 @@ def pairs_stayed_together() -> Run:
 
 def rewards_came_home() -> Run:
     """Long ones on rank 0, short ones on rank 1."""
-    lengths = [[90, 80, 70, 60, 50], [3, 2, 4]][dist.get_rank()]
-    names = yield {"rollouts": with_labels(token_rows(lengths, seed=1)), "reward_model": score_rows}
+    rank = dist.get_rank()
+    lengths = [[90, 80, 70, 60, 50, 50], [3, 2]][rank]
+    prompts = [f"prompt {rank} {row // 2}" for row in range(len(lengths))]
+    names = yield {"rollouts": with_labels(token_rows(lengths, seed=1)), "prompts": prompts, "reward_model": score_rows}
     # In the order of the rank's own rows, after some have moved; and what was dealt out trains as they do.
     assert names["rewards"].tolist() == score_rows(names["rollouts"]).tolist()
     same_loss([names["moved"].batch], [names["rollouts"]])
     assert names["moved"].num_moved > 0 and "largest load" in names["printed"]
+    # The two answers to a prompt are neighbours.
+    assert all(first % 2 == 0 and second == first + 1 for first, second in names["moved"].indices.view(-1, 2).tolist())
 
 
 def rows_with_their_workloads() -> Run:
