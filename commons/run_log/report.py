@@ -163,7 +163,9 @@ def ratio(over: float | None, under: float | None) -> float | None:
 def _since_balancing_changed(log: RunLog) -> RunLog:
     """The lines since a run was resumed with another balancing, the whole log if there are none; with a note."""
     runs = log.runs
-    last = next((each for each in map(_logged_balancing, reversed(runs)) if each), None)
+    of_runs = [_logged_balancing(run) for run in reversed(runs)]
+    # A run in which nothing could be balanced has a shuffler: it does not continue "off".
+    last = of_runs[0] or next((each for each in of_runs if each not in (None, "off")), None)
     kept = list(itertools.takewhile(lambda run: _logged_balancing(run) in (None, last), reversed(runs)))
     if len(kept) == len(runs):
         return log

@@ -9,6 +9,8 @@ from commons.run_log.report import RunReport
 from tests.helpers.jobs.run_logs import AS_LOADED, BALANCED, BY_STEP, config_of, lines_of, make_steps, write_run
 
 OBSERVE = config_of(shuffler={"mode": "observe"})
+# As rank 0 assigns rows by their work: the shuffler, which only logs, finds nothing better.
+EVEN = [step | {"moved": 0.0, "imbalance_before": step["imbalance_after"]} for step in BALANCED]
 LOADS = ("largest_load_after", "imbalance_after", "moved")
 
 
@@ -29,10 +31,11 @@ def report_of_resumed(folder, first, second, config, at=30):
     [
         (AS_LOADED, BALANCED, config_of()),
         (AS_LOADED, BALANCED, config_of(first="off")),
+        (AS_LOADED, EVEN, config_of(first="off", enable_balanced_shuffler=False, balance_batch=True)),
         (BALANCED, AS_LOADED, OBSERVE),
         (BALANCED, [step | {"window": 4} for step in BALANCED], config_of(shuffle_window=4)),
     ],
-    ids=["observed", "off", "balanced", "window"],
+    ids=["observed", "off", "off, then by rank 0", "balanced", "window"],
 )
 def test_the_steps_before_are_left_out(tmp_path, first, second, config):
     report = report_of_resumed(tmp_path, first, second, config)
