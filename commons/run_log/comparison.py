@@ -87,9 +87,11 @@ class RunComparison:
         self.evaluated_at: int | None = None
         if self.equal_steps:
             self.step_ms = ratio(base.speed.step_ms, other.speed.step_ms)
+            self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
+        # A window changes which rows share a step, so a single step compares only with one of an equal window.
+        if self.equal_steps and _window_trained(base) == _window_trained(other):
             self.each_step = _step_ratio(base.log, other.log)
             self.loss = _loss_difference(base.log, other.log)
-            self.evaluation, self.standard_errors, self.evaluated_at = _evaluations(base.log, other.log)
         self.differences = tuple(_differences(base, other))  # reasons why the runs cannot be compared
         # The slowest rank's load in the first run ÷ in this run, per row: the speed-up that the loads predict. If the
         # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models, or in
@@ -148,6 +150,10 @@ def _have_equal_units(base: RunReport, other: RunReport) -> bool:
     names = ("shuffler_type", "trainer.shuffler.calibration")
     equal = all(setting(base.log.config, name) == setting(other.log.config, name) for name in names)
     return equal or "off" in (base.balancing, other.balancing)
+
+
+def _window_trained(report: RunReport) -> int:
+    return 1 if report.is_as_loaded else report.window
 
 
 def _has_budget(*logs: RunLog) -> bool:
