@@ -227,8 +227,7 @@ def deal(
         of_places = sum_by_rank(made.destination, gathered.tokens, gathered.num_places)
         loads.append(made.loads_after.reshape(rows.num_ranks, -1).T)
         tokens.append(of_places.reshape(rows.num_ranks, -1).T)
-        # If no row moves, counts may be unequal, and the load below the bound for equal counts.
-        bound += min(made.lower_bound, int(loads[-1].max(axis=1).sum()))
+        bound += made.lower_bound
         of_plan, most = _traffic(made)
         moved, sent = moved + of_plan, sent + most
     return DealtRows(
