@@ -57,7 +57,8 @@ class ShuffleStats:
     wait_ms: float  # how long `finish_shuffle` waited for the plan; 0 when it was hidden behind compute
     hidden_fraction: float  # the fraction of gather and plan that `finish_shuffle` did not wait for
     exchange_ms: float  # from the plan to the batch, on the host's clock
-    predicted_saving: float  # the fraction by which balancing lowers the largest load
+    # The fraction by which balancing lowers the largest load; None for a step of a balancing sampler's window.
+    predicted_saving: float | None
     predicted_saving_ms: float | None  # the same in milliseconds; None without a calibration
     loads_before: tuple[int, ...]  # int64 `(num_ranks,)`
     loads_after: tuple[int, ...]  # int64 `(num_ranks,)`, of the rows as they are trained

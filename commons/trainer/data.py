@@ -188,6 +188,7 @@ class RowsInTurn:
             largest_load_before=max(before),
             largest_load_after=after,
             optimality_gap=after / stats.lower_bound - 1.0 if stats.lower_bound else 0.0,
-            predicted_saving=(max(before) - after) / max(before) if max(before) else 0.0,
+            # Before and after, a step of a window has different rows.
+            predicted_saving=None if self._sampler.window > 1 else (max(before) - after) / max(1, *before),
             predicted_saving_ms=None,  # the shuffler predicted it for its own plan, which moved no row
         )

@@ -291,7 +291,8 @@ def test_a_sampler_says_what_its_rows_would_cost_dealt_in_turn(two_ranks, data, 
         before, after = max(line["loads_before"]), max(line["loads_after"])
         mean = sum(line["loads_after"]) / 2
         assert line["window"] == window and line["imbalance_after"] == pytest.approx(after / mean - 1)
-        assert line["predicted_saving"] == pytest.approx((before - after) / before)
+        saved = line.get("predicted_saving")  # of a step in a window no number: its rows before are not those after
+        assert saved == (None if window > 1 else pytest.approx((before - after) / before))
         assert line["optimality_gap"] == pytest.approx(after / line["lower_bound"] - 1)
 
     took = _of_steps(own, "own_ms", np.float64)  # each rank, for the rows that it read
