@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 
 from commons.cli.report import answer_of
+from commons.run_log.comparison import compare_runs
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
-from tests.helpers.jobs.run_logs import AS_LOADED, BALANCED, BY_STEP, config_of, lines_of, make_steps, write_run
+from tests.helpers.jobs.run_logs import (
+    AS_LOADED,
+    BALANCED,
+    BY_STEP,
+    config_of,
+    lines_of,
+    make_steps,
+    report_of,
+    write_run,
+)
 
 OBSERVE = config_of(shuffler={"mode": "observe"})
 # As rank 0 assigns rows by their work: the shuffler, which only logs, finds nothing better.
@@ -59,3 +69,12 @@ def test_the_last_window_of_an_epoch_may_have_one_batch(tmp_path):
     windows = [step | {"window": 4} for step in BALANCED[:-1]] + [BALANCED[-1] | {"window": 1}]
     report = report_of_resumed(tmp_path, windows, windows, config_of(shuffle_window=4), at=len(windows) - 1)
     assert report.log.step[0] == 1 and not any("balanced in another way" in note for note in report.log.notes)
+
+
+@pytest.mark.parametrize(("mode", "is_step_for_step"), [("balance", False), ("observe", True)])
+def test_the_steps_of_a_window_have_other_rows_unless_it_is_only_observed(tmp_path, mode, is_step_for_step):
+    config = config_of(shuffle_window=4, shuffler={"mode": mode})
+    runs = [report_of(tmp_path / "base", BALANCED, BY_STEP), report_of(tmp_path / mode, BALANCED, BY_STEP, config)]
+    (beside,) = compare_runs(runs)
+    assert (beside.each_step is not None) is (beside.loss is not None) is is_step_for_step
+    assert beside.step_ms is not None

@@ -130,8 +130,7 @@ def test_a_run_whose_rows_were_dealt_by_work_is_compared_with_the_baseline(tmp_p
         is_gain_known = run is own and in_turn == 1
         shown = rows_of([run])
         assert ("→" in shown["imbalance, mean"][0]) is ("  possible" in shown) is is_gain_known
-        assert (run.gain.work is not None) is ("balancing takes off" in shown) is is_gain_known
-        assert (run.step_time.saved is not None) is is_gain_known
+        assert (run.gain.work is not None) is (run.step_time.saved is not None) is is_gain_known
         names = [name for _, name in answer_of([run]).figures]
         assert f"imbalance as {'loaded' if is_gain_known else 'trained'}" in names
         left = f": the imbalance is {run.gain.imbalance_before:.1%}. To measure the gain, train a run without it and "
@@ -369,12 +368,6 @@ def test_runs_that_log_every_step_are_compared_step_by_step(tmp_path):
     assert json.loads(json.dumps(beside.to_dict()))["each_step"]["median"] == beside.each_step.median
     assert compare_runs([base, report_of(tmp_path / "c")])[0].each_step is None  # lines of several steps
     assert median_interval(np.array([1.0, 2.0, 9.0])) == (1.0, 9.0)
-    # The steps of a window have other rows, unless it is only observed.
-    for mode, is_step_for_step in (("balance", False), ("observe", True)):
-        config = config_of(shuffle_window=4, shuffler={"mode": mode})
-        (beside,) = compare_runs([base, report_of(tmp_path / mode, BALANCED, BY_STEP, config)])
-        assert (beside.each_step is not None) is (beside.loss is not None) is is_step_for_step
-        assert beside.step_ms is not None
     for count in (6, 7):  # the first line is not timed; the whole range of five contains the median with 94 %
         short = [report_of(tmp_path / f"{name}{count}", BALANCED[:count], BY_STEP) for name in "ab"]
         assert (compare_runs(short)[0].each_step is None) == (count == 6)
