@@ -70,8 +70,8 @@ class BaseBatch(Pipelineable, _Slots):
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
             is not empty (checked on CPU only), or a contextual feature that is not a key of `features` or is named
             twice.
-        TypeError: `contextual_feature_names`, or `host_fields` of a subclass, is one string; `labels` without a tensor,
-            such as a list of numbers.
+        TypeError: `features` that is no KeyedJaggedTensor; `contextual_feature_names`, or `host_fields` of a subclass,
+            is one string; `labels` without a tensor, such as a list of numbers.
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ()
@@ -92,6 +92,10 @@ class BaseBatch(Pipelineable, _Slots):
         if self.batch_size is not None:
             as_count(self.batch_size, "batch_size", 0)  # other batch types may have one below 0, which states nothing
         self.batch_size, self.actual_batch_size = row_counts(self)
+        if not isinstance(self.features, KeyedJaggedTensor):
+            raise TypeError(
+                f"features is {kind_of(self.features)}; sequences are a KeyedJaggedTensor: convert them, or add a field"
+            )
         self.contextual_feature_names = require_names("contextual_feature_names", self.contextual_feature_names)
         unknown = [name for name in self.contextual_feature_names if name not in self.features.keys()]
         if unknown:

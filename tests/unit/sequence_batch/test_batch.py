@@ -98,10 +98,11 @@ def test_features_and_labels_are_enough():
         ({"contextual_feature_names": ["age"]}, r"contextual features \['age'\] are not among the keys"),
         ({"contextual_feature_names": ["item", "item"]}, "a repeated name would add a feature's tokens again"),
         ({"contextual_feature_names": "item"}, "contextual_feature_names is 'item'; it must be a list of names"),
+        ({"features": torch.ones(3)}, "features is a Tensor; sequences are a KeyedJaggedTensor"),
     ],
 )
 def test_a_wrong_batch_is_refused(changes, message):
-    with pytest.raises(TypeError if "list of names" in message else ValueError, match=message):
+    with pytest.raises(TypeError if "list of names" in message or "Keyed" in message else ValueError, match=message):
         make(**changes)
 
 
