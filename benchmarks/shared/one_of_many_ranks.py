@@ -128,7 +128,9 @@ class ListedMessages:
         self.message_bytes = self.compared_bytes = 0
         self._gathered = np.empty((self.world_size, 0), dtype=np.int64)
 
-    def agree(self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0) -> np.ndarray:
+    def agree(
+        self, call: str, options: Any, error: Exception | None, numbers: Any = (), step: int = 0, room: int = 0
+    ) -> np.ndarray:
         if error is not None:
             raise error
         own = np.array([self.most_words] if call == "shuffle" else numbers, dtype=np.int64)
