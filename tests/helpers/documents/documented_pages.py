@@ -145,6 +145,15 @@ def same_loss(dealt: list[dict[str, torch.Tensor]], plain: list[dict[str, torch.
     assert labels == labels_of_plain > 0 and abs(losses - of_plain) < 1e-9 * of_plain
 
 
+def same_mean(names: dict[str, Any], mask: str) -> None:
+    """Scaled sums over the micro-batches, averaged over ranks, are the mean over the masked tokens of all rows."""
+    batch, micro_batches = names["batch"], names["micro_batches"]
+    scaled = sum(micro_batches.loss_scale * int((rows["input_ids"] * rows[mask]).sum()) for rows in micro_batches)
+    of_ranks = of_all([(scaled, int((batch["input_ids"] * batch[mask]).sum()), int(batch[mask].sum()))])
+    means, sums, terms = map(sum, zip(*of_ranks))
+    assert abs(means / len(of_ranks) - sums / terms) < 1e-9 * sums / terms
+
+
 def padded_rows() -> dict[str, Any]:
     """A batch of padded rows, and a model that scores them."""
     return {"batch": token_rows([3, 40, 5, 7, 30, 2, 9, 12, 1, 25, 8, 6], seed=1), "model": score_rows}
@@ -317,7 +326,10 @@ def the_budget_is_kept() -> Run:
     """Those of the text, and the task of the block before."""
     lengths = [10000, 7000, 4000, 4000, 3000, 2000]
     task = evenrank.SelfAttentionTask(hidden_size=4096, num_heads=32, head_dim=128, num_layers=32, vocab_size=32000)
-    names = yield {"batch": token_rows(lengths, seed=1), "lengths": lengths, "task": task, "actor": score_rows}
+    batch = token_rows(lengths, seed=1)
+    batch["response_mask"] = batch["attention_mask"] * (batch["input_ids"] > 2)
+    names = yield {"batch": batch, "lengths": lengths, "task": task, "actor": score_rows}
+    same_mean(names, "response_mask")
     # Differencing of the workloads breaks it, as the text says; the block prints what its comment says.
     lengths = names["lengths"]
     two = evenrank.karmarkar_karp([24576 * each + each**2 for each in lengths], 2, equal_size=False)
@@ -342,7 +354,10 @@ def pairs_stayed_together() -> Run:
         ids, places = packed.inputs["input_ids"][0], packed.inputs["position_ids"][0] + 1
         return torch.stack([(ids * places)[start:end].sum() for start, end in itertools.pairwise(ends)])
 
-    names = yield {"batch": token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800], seed=1), "model": model}
+    batch = token_rows([4000, 3500, 10, 20, 5000, 100, 700, 800], seed=1)
+    batch["loss_mask"] = batch["attention_mask"] * (batch["input_ids"] > 2)
+    names = yield {"batch": batch, "model": model}
+    same_mean(names, "loss_mask")
     # Scores are in the order of the batch, and neighbours share a micro-batch within the budget.
     assert names["logprobs"].tolist() == score_rows(names["batch"]).tolist()
     assert all({row ^ 1 for row in group} == set(group) for group in names["micro_batches"].groups)
