@@ -146,6 +146,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
     ("docs/dlrm.md", "What it cannot state", 1): Python(pages.padding_is_stated),
     ("docs/from_recsys_examples.md", "In Python", 0): Python(pages.rows_with_their_workloads),
     ("docs/from_verl.md", "The batch of a step", 0): Python(pages.partitions_are_even),
+    ("docs/from_verl.md", "The batch of a step", 1): Python(pages.mini_batches_are_even),
     ("docs/from_verl.md", "Micro-batches under a token budget", 0): Python(pages.the_budget_is_kept),
     ("docs/from_areal.md", "Allocators", 0): Python(pages.groups_are_as_printed),
     ("docs/from_areal.md", "Micro-batches", 0): Python(pages.pairs_stayed_together),

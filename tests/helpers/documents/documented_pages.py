@@ -322,6 +322,14 @@ def partitions_are_even() -> Run:
     assert names["values"].tolist() == score_rows(names["batch"]).tolist()
 
 
+def mini_batches_are_even() -> Run:
+    """Each rank's part of the reordered batch, cut into four, has the planned loads."""
+    names = yield {"torch": torch, "workloads": torch.arange(256) ** 2}
+    parts = names["workloads"][names["global_idx"]].view(8, 4, 8).sum(2)
+    assert sorted(names["global_idx"].tolist()) == list(range(256)) and parts.T.tolist() == names["grid"].loads.tolist()
+    assert parts.max(0).values.sum() < 1.01 * parts.sum() / 8
+
+
 def the_budget_is_kept() -> Run:
     """Those of the text, and the task of the block before."""
     lengths = [10000, 7000, 4000, 4000, 3000, 2000]
