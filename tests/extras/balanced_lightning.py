@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
+from commons.distributed import global_mean_loss
 from commons.trainer.ranks.rank_info import RankInfo
 from evenrank.integrations.lightning import BalancedBatches
 
@@ -45,7 +46,8 @@ class Rows(LightningModule):
     def training_step(self, rows, index):
         """The loss of some rows."""
         self.seen.append(rows.tolist())
-        return (self.weight * rows.double() / NUM_ROWS - 0.5).square().mean()
+        losses = (self.weight * rows.double() / NUM_ROWS - 0.5).square()
+        return global_mean_loss(losses.sum(), len(losses))
 
     def validation_step(self, rows, index):
         """Notes that there was one."""
