@@ -318,20 +318,32 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
 
 
 def prometheus(args: TrainerArgs, first_step: int) -> Sink:
-    """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; per-rank gauges have a label `rank`."""
-    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+    """Gauges `evenrank_train_loss`, ... at `http://host:port/metrics`; per-rank gauges have a label `rank`.
 
-    registry, options = CollectorRegistry(), args.sink_options.prometheus
+    They are those of the last line of steps and of the last evaluation: a number that these lack has no gauge.
+    """
+    from prometheus_client import CollectorRegistry, Metric, start_http_server
+    from prometheus_client.registry import Collector
+
+    registry, options, latest = CollectorRegistry(), args.sink_options.prometheus, list[Figure]()
+
+    class Latest(Collector):
+        def collect(self) -> Iterable[Metric]:
+            gauges: dict[str, Metric] = {}
+            for tag, rank, value in latest:
+                name = re.sub(r"\W", "_", f"evenrank_{tag}")
+                gauge = gauges.setdefault(name, Metric(name, tag, "gauge"))
+                gauge.add_sample(name, {"rank": rank} if rank else {}, value)
+            return gauges.values()
+
+    registry.register(Latest())
     server, _ = start_http_server(options.port, options.host, registry)
 
-    @functools.cache
-    def gauge_of(tag: str, labels: tuple[str, ...]) -> Gauge:
-        return Gauge(re.sub(r"\W", "_", f"evenrank_{tag}"), tag, labels, registry=registry)
-
     def write(record: Mapping[str, Any]) -> None:
-        for figure in _with_step(record):
-            gauge = gauge_of(figure.tag, ("rank",) if figure.rank else ())
-            (gauge.labels(figure.rank) if figure.rank else gauge).set(figure.value)
+        nonlocal latest
+        kinds = {each.tag.startswith("eval/") for each in figures_of(record)}
+        others = [each for each in latest if each.tag.startswith("eval/") not in kinds and each.tag != "step"]
+        latest = others + _with_step(record)
 
     def close(failed: bool) -> None:
         server.shutdown()

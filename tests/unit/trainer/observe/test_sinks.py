@@ -104,8 +104,9 @@ def test_prometheus_scrapes_the_latest_numbers(tmp_path):
     args = args_for(tmp_path, "prometheus", prometheus=PrometheusOptions(port=port))
     sink = OPENERS["prometheus"](args, 0)
     try:
-        sink.write(RECORD)
-        sink.write(RECORD | {"step": 8, "loss": 0.25})
+        sink.write(RECORD | {"rank_speeds": [2.0, 3.0], "measured_saving_ms": 9.0})
+        steps = {name: value for name, value in RECORD.items() if not name.startswith("eval_")}
+        sink.write(steps | {"step": 8, "loss": 0.25})  # the evaluation before is shown, numbers that are gone are not
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
     finally:
