@@ -285,7 +285,8 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
     The resource has `evenrank.run_dir`.
     """
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics import MeterProvider, _Gauge
+    from opentelemetry.sdk.metrics.export import AggregationTemporality as Temporality
     from opentelemetry.sdk.metrics.export import MetricExportResult, PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
 
@@ -299,7 +300,9 @@ def opentelemetry(args: TrainerArgs, first_step: int) -> Sink:
             return result
 
     options = args.sink_options.opentelemetry
-    exporter = Exporter(endpoint=options.endpoint, timeout=_EXPORT_SECONDS)
+    # With "delta" an export has only its record's numbers, without those of earlier records.
+    temporality: dict[type, Temporality] = {_Gauge: Temporality.DELTA}
+    exporter = Exporter(endpoint=options.endpoint, timeout=_EXPORT_SECONDS, preferred_temporality=temporality)
     resource = Resource.create({"service.name": options.service, "evenrank.run_dir": args.run_dir})
     # Exported with every record, not periodically.
     reader = PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)

@@ -155,26 +155,31 @@ def args_for(tmp_path, *sinks, **options):
     return TrainerArgs(4, 4, run_dir=str(tmp_path), sinks=sinks, sink_options=SinkOptions(**options))
 
 
-def write_to(collector, tmp_path, times):
+def write_to(collector, tmp_path, *records):
     options = OpenTelemetryOptions("mine", f"http://127.0.0.1:{collector.server_port}/v1/metrics")
     (sink,) = open_sinks(args_for(tmp_path, "opentelemetry", opentelemetry=options))
-    for _ in range(times):
-        sink.write(RECORD)
+    for record in records:
+        sink.write(record)
     close_sinks([sink])
 
 
 def test_opentelemetry_is_sent_over_http(collector, tmp_path, caplog):
-    write_to(collector, tmp_path, 1)
-    (metrics,) = collector.received[0].resource_metrics
-    named = {each.key: each.value.string_value for each in metrics.resource.attributes}
+    write_to(collector, tmp_path, RECORD, {"step": 8, "rank_speeds": [None, 3.0]})
+    first, second = (each.resource_metrics[0] for each in collector.received)
+    named = {each.key: each.value.string_value for each in first.resource.attributes}
     assert named["service.name"] == "mine" and named["evenrank.run_dir"] == str(tmp_path)
-    points = {
+    points, later = points_in(first), points_in(second)
+    assert points["evenrank.train.loss",] == 0.5 and points["evenrank.eval.ndcg_10",] == 0.25
+    assert points["evenrank.shuffle.loads_after", "1"] == 5.0 and points["evenrank.step",] == 7 and not caplog.records
+    assert later == {("evenrank.shuffle.rank_speeds", "1"): 3.0, ("evenrank.step",): 8}
+
+
+def points_in(metrics):
+    return {
         (metric.name, *(each.value.string_value for each in point.attributes)): point.as_double or point.as_int
         for metric in metrics.scope_metrics[0].metrics
         for point in metric.gauge.data_points
     }
-    assert points["evenrank.train.loss",] == 0.5 and points["evenrank.eval.ndcg_10",] == 0.25
-    assert points["evenrank.shuffle.loads_after", "1"] == 5.0 and points["evenrank.step",] == 7 and not caplog.records
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -182,7 +187,7 @@ def test_a_collector_that_refuses_is_said_once(collector, tmp_path, caplog, monk
     collector.status = 400
     if raises:
         monkeypatch.setattr(OTLPMetricExporter, "export", mock.Mock(side_effect=OverflowError))
-    write_to(collector, tmp_path, 3)
+    write_to(collector, tmp_path, *[RECORD] * 3)
     said = [record.getMessage() for record in caplog.records if record.name == "commons.trainer.observe.sinks"]
     assert len(said) == 1 and said[0].startswith("sink opentelemetry failed: ConnectionError: the export")
 
