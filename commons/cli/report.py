@@ -102,7 +102,7 @@ def _rows(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) ->
     """Yield the rows of the table that have a value in any run; a heading has one cell."""
     columns = [_column(report) for report in reports]
     for column, comparison in zip(columns[1:], comparisons):
-        column[f"beside {comparison.base}"] = _differences(comparison)
+        column["beside the first"] = _differences(comparison)
     for title in dict.fromkeys(title for column in columns for title in column):
         cells = [column.get(title, {}) for column in columns]
         labels = dict.fromkeys(label for of_run in cells for label in of_run)

@@ -62,7 +62,7 @@ def test_one_run(runs, told, asked):
 def test_runs_beside_each_other(runs, told, asked):
     write_run(runs / "c", lines_of(make_steps(ranks=2), SIZES), config_of(seed=7))
     printed = " ".join(told("report", "runs/a", "runs/b", "runs/c").split())
-    assert "beside runs/a" in printed and "speed-up, rows per second" in printed
+    assert "beside the first" in printed and "speed-up, rows per second" in printed
     assert "runs/c and runs/a differ in ranks: 4 and 2; rows per step: 32 and 16; trainer.seed: 1 and 7" in printed
     content = asked("report", "runs/a", "runs/b", "runs/c")
     beside = content["beside_the_first"]
@@ -70,6 +70,12 @@ def test_runs_beside_each_other(runs, told, asked):
     assert [run["evaluation"] for run in content["runs"]] == [None, {"step": 60, "auc": 0.75, "none": None}, None]
     assert [each["run"] for each in beside] == ["runs/b", "runs/c"] and beside[0]["loss"]["largest"] == 0
     assert f"{beside[0]['rows_per_s']:.2f}×" in printed
+
+
+def test_long_names_leave_room_for_the_numbers(runs, told):
+    folder = runs.rename(runs.parent / ("of_a_long_name" * 8))
+    printed = told("report", str(folder / "a"), str(folder / "b"))
+    assert re.search(r"^  rows per second +[\d.]+ +[\d.]+$", printed, re.MULTILINE)
 
 
 def test_two_runs_on_unlike_machines_are_compared_in_one_sentence(runs, asked):
