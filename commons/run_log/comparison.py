@@ -198,11 +198,9 @@ def median_interval(values: np.ndarray) -> tuple[float, float]:
 def _loss_difference(base: RunLog, other: RunLog) -> LossDifference | None:
     first, second = _same_lines(base, other)
     apart = np.abs(base.column("loss")[first] - other.column("loss")[second])
-    known = np.flatnonzero(np.isfinite(apart))
-    if not len(known):
+    if not len(apart) or not np.isfinite(apart).all():
         return None
-    last = known[-1]
-    return LossDifference(float(apart[known].max()), float(apart[last]), int(base.step[first[last]]), len(known))
+    return LossDifference(float(apart.max()), float(apart[-1]), int(base.step[first[-1]]), len(apart))
 
 
 def _evaluations(base: RunLog, other: RunLog) -> tuple[dict[str, float], dict[str, float], int | None]:

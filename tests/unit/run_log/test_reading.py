@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commons.run_log.comparison import compare_runs
 from commons.run_log.files import write_summary
 from commons.run_log.reading import RunLog, read_runs
 from commons.run_log.report import RunReport
@@ -173,6 +174,16 @@ def test_numbers_that_are_not_known_are_null(tmp_path):
     assert report.loss is None and report.ranks is None and report.step_time is None
     assert report.speed.step_ms is None and report.speed.rows_per_s is None
     assert report.gain.work is not None and report.gain.step is None
+
+
+def test_a_loss_that_is_not_finite_is_said_and_has_no_difference(tmp_path):
+    lines = lines_of(STEPS, [1] * 60)
+    base, other = (write_run(tmp_path / name, lines) for name in "ab")
+    assert compare_runs([RunReport(RunLog(folder)) for folder in (base, other)])[0].loss.at_end == 0
+    write_run(other, [line | ({"loss": None} if line["step"] > 7 else {}) for line in lines])
+    reports = [RunReport(RunLog(folder)) for folder in (base, other)]
+    said = f"the loss is NaN or infinite in {len(lines) - 7} lines of the log, the first at step 8"
+    assert [report.log.notes for report in reports] == [(), (said,)] and compare_runs(reports)[0].loss is None
 
 
 @pytest.mark.parametrize(
