@@ -75,9 +75,12 @@ def whole_steps(axes: Axes) -> None:
 
 def legend_above(axes: Axes) -> None:
     """Put the legend above the picture, in as many columns as fit."""
-    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
-    columns = max(1, min(3, WIDTH // (45 + 7 * longest)))
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
+    # Until the layout, axes have 0.775 of the picture's width; then a vertical axis with a label leaves them some 0.85.
+    room = axes.bbox.width / 0.775 * (0.85 if axes.get_ylabel() else 0.97)
+    for columns in (3, 2, 1):
+        legend = axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.2)
+        if legend.get_window_extent().width <= room:
+            break
 
 
 def write_pictures(pictures: Sequence[Picture], path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
+from commons.cli.pictures import WIDTH
 from commons.cli.report_pictures import curve_of, pictures_of
 from commons.run_log.reading import RunLog
 from commons.run_log.report import RunReport
@@ -143,6 +144,17 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
         assert answer in flat and flat.index(answer) < flat.index("All numbers")
         first = re.findall(r"rows per second of \w ÷ \w", flat)
         assert first == [f"rows per second of {name} ÷ a" for name in "cb0"]
+
+
+@pytest.mark.parametrize("letter", ["i", "n", "W"])
+def test_names_in_a_legend_are_whole(runs, letter):
+    logs = [RunLog((runs / name).rename(runs / (23 * letter + name))) for name in "ab"]
+    for picture in pictures_of([RunReport(log) for log in logs]):
+        figure = Figure(figsize=(WIDTH / 96, picture.height / 96), layout="constrained")
+        axes = figure.subplots()
+        picture.draw(axes)
+        figure.draw_without_rendering()
+        assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1 < 1.4 * axes.bbox.width
 
 
 def test_the_baseline_stands_where_a_steps_time_goes(runs):
