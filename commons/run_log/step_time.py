@@ -63,8 +63,10 @@ def step_time_of(log: RunLog, trained: Literal["before", "after"]) -> StepTime |
         exchange, waiting = (None if each is None else each * total / overhead for each in (exchange, waiting))
         overhead = total
     slope = log.column("ms_per_load")
-    # Early lines, without a slope, get the median of the others.
-    slope = np.where(np.isnan(slope), np.nanmedian(slope) if np.isfinite(slope).any() else np.nan, slope)
+    known = np.isfinite(slope)
+    # Lines without a slope, such as the first, get the median of the others; one that most later lines lack is noise.
+    is_known = known[known.argmax() :].mean() >= 0.5
+    slope = np.where(known & is_known, slope, np.nanmedian(slope) if is_known else np.nan)
     slowest = log.mean(slope * (before if trained == "before" else after), lines)
     bound = log.mean(slope * log.column("lower_bound"), lines)
     if slowest is None or bound is None or slowest <= 0:

@@ -12,8 +12,10 @@ from tests.helpers.jobs.run_logs import (
     AS_LOADED,
     BALANCED,
     BY_STEP,
+    SIZES,
     config_of,
     line_of,
+    lines_of,
     make_steps,
     report_of,
     write_run,
@@ -91,3 +93,13 @@ def test_ranks_and_lines_without_a_time(tmp_path):
     del lines[12]["own_ms"], lines[13]["loads_after"]
     report = RunReport(RunLog(write_run(tmp_path, lines)))
     assert report.time_fit.points == 59 * 4 - 4 - 1 - 4 - 4 - 4
+
+
+@pytest.mark.parametrize(("lines", "is_known"), [([2], False), ([2, 3, 5], True), ([6], True)])
+def test_a_slope_that_most_later_lines_lack_is_noise(tmp_path, lines, is_known):
+    written = [
+        line | ({} if number in lines else {"ms_per_load": None})
+        for number, line in enumerate(lines_of(BALANCED, SIZES))
+    ]
+    report = RunReport(RunLog(write_run(tmp_path, written)))
+    assert (report.step_time.saved is not None) is (report.gain.step is not None) is is_known
