@@ -98,7 +98,7 @@ def _curves(
             legend_above(axes)
 
     if curves:
-        yield Picture(title, text, draw)
+        yield Picture(title, text, draw, height=max(300, 240 + 20 * len(curves)))  # a long name has a line above it
 
 
 def _from_zero(axes: Axes) -> None:

@@ -149,12 +149,13 @@ def test_several_runs_are_compared_best_first_in_any_order(runs, told, asked):
 @pytest.mark.parametrize("letter", ["i", "n", "W"])
 def test_names_in_a_legend_are_whole(runs, letter):
     logs = [RunLog((runs / name).rename(runs / (23 * letter + name))) for name in "ab"]
-    for picture in pictures_of([RunReport(log) for log in logs]):
+    for picture in pictures_of([RunReport(log) for log in (*logs, *logs[1:] * 8)]):
         figure = Figure(figsize=(WIDTH / 96, picture.height / 96), layout="constrained")
         axes = figure.subplots()
         picture.draw(axes)
         figure.draw_without_rendering()
         assert axes.get_legend().get_window_extent().x1 <= figure.bbox.x1 < 1.4 * axes.bbox.width
+        assert axes.bbox.height > 100
 
 
 def test_the_baseline_stands_where_a_steps_time_goes(runs):
