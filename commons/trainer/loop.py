@@ -223,7 +223,7 @@ class TrainingLoop:
         while not self._is_done():
             trained = self._train_segment(self._segment(batches, self._step + 1))
             place = self._data.place_after(self._step - first_step)
-            if place == EPOCH_START:
+            if self._step == first_step and start == EPOCH_START:
                 raise ValueError(
                     f"epoch {epoch} has no batch on any rank; training needs at least one: check the data set, its "
                     "split and drop_last"

@@ -267,6 +267,13 @@ def test_rows_that_stay_together_are_not_balanced_one_by_one(two_ranks, data, tm
         assert error.startswith(f"ValueError: {name} is True and GroupShuffler has get_groups; ")
 
 
+@pytest.mark.parametrize("way", [{}, STAGE, SAMPLER, DEALT], ids=["plain", "stage", "sampler", "dealt"])
+def test_an_epoch_without_a_whole_step_ends_the_run(two_ranks, data, tmp_path, way):
+    few = {"dataset": {"drop_last": True}, "batch_size": ROWS}
+    for error in two_ranks.run(error_of, train, data, str(tmp_path), **few, **way):
+        assert error.startswith("ValueError: epoch 0 has no batch on any rank; ")
+
+
 def _of_steps(run_dir, name, dtype=np.int64):
     """Of every step a number of each rank, `(steps, ranks)`."""
     return np.array([line[name] for line in lines(run_dir) if "loss" in line], dtype)
