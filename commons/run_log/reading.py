@@ -62,7 +62,7 @@ class RunLog:
             notes.append(f"no readable {SUMMARY_FILE}: the run is still running, or stopped early")
         lost = [line["step"] for line in lines if math.isnan(line["loss"])]
         if lost:
-            notes.append(f"the loss is NaN or infinite in {len(lost)} lines of the log, the first at step {lost[0]}")
+            notes.append(f"the loss is NaN or infinite in {len(lost)} of {len(lines)} lines, first at step {lost[0]}")
         names = dict.fromkeys(name for line in lines for name in line)
         of_ranks = {name for line in lines for name, value in line.items() if isinstance(value, np.ndarray)}
         self.name = str(folder)  # the folder as the user gave it

@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_is_said_and_has_no_difference(tmp_path):
     assert compare_runs([RunReport(RunLog(folder)) for folder in (base, other)])[0].loss.at_end == 0
     write_run(other, [line | ({"loss": None} if line["step"] > 7 else {}) for line in lines])
     reports = [RunReport(RunLog(folder)) for folder in (base, other)]
-    said = f"the loss is NaN or infinite in {len(lines) - 7} lines of the log, the first at step 8"
+    said = f"the loss is NaN or infinite in {len(lines) - 7} of {len(lines)} lines, first at step 8"
     assert [report.log.notes for report in reports] == [(), (said,)] and compare_runs(reports)[0].loss is None
 
 
