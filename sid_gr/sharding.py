@@ -63,27 +63,34 @@ class ParallelDecoder(DistributedDataParallel):
 
     megatron-core accumulates gradients in buffers (`main_grad`); its own training loop clears them before a step and
     reduces them with `finalize_model_grads` after it. TorchRec's pipelines do neither, so this class sets the buffers
-    to `grad` before a forward pass and reduces them after the backward pass. A pass then adds its gradients, averaged
+    to `grad` when a backward pass begins and reduces them when it is complete. A pass then adds its gradients, averaged
     over the data-parallel group, to those that the optimizer has not cleared, as with torch's DistributedDataParallel.
     """
+
+    _pass = -1  # torch's number of the latest backward pass
 
     # Makes TorchRec call load_state_dict, whose names, like those of state_dict, omit the wrapper.
     _FORCE_STATE_DICT_LOAD = True
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the decoder's forward, and prepare the reduction of gradients."""
-        if torch.is_grad_enabled():
-            earlier = [(each, each.grad.clone()) for each in self.parameters() if each.grad is not None]
-            self.zero_grad_buffer()
-            for parameter in self.parameters():
-                parameter.grad = None
-            for parameter, grad in earlier:  # equal on all ranks, so averaging them again changes nothing
-                parameter.main_grad.copy_(grad)
         loss, output = super().forward(*args, **kwargs)
         if loss.requires_grad:
-            # The backward pass begins at the loss; a callback queued there runs when the pass is complete.
-            loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(self._reduce))
+            loss.register_hook(self._begin)  # the decoder's backward pass begins at the loss
         return loss, output
+
+    def _begin(self, _: torch.Tensor) -> None:
+        number = torch._C._current_graph_task_id()
+        if number == self._pass:  # of a sum of several losses, the first
+            return
+        self._pass = number
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                parameter.main_grad.zero_()
+            else:  # equal on all ranks, so averaging it again changes nothing; often the buffer itself
+                parameter.main_grad.copy_(parameter.grad)
+            parameter.grad = None
+        torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the decoder's state; returns missing and unexpected keys, as torch's modules do."""
