@@ -122,8 +122,7 @@ def read_config_rows(
         of_what = f"in the {task}"
     if calibrated is not None:
         of_what = "of a whole step, by the calibration"
-    if used is not None and used.engine.costs.has_groups:
-        of_what += ", without its groups (get_groups): training keeps them together, and gains less"
+    groups = "Rows are planned without the shuffler's groups (get_groups): training keeps them together and gains less."
     # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
 
@@ -154,6 +153,7 @@ def read_config_rows(
         plan_options=shuffler.plan_arguments(),
         flags=" ".join(flags),
         options=_in_python(shuffler),
+        notes=(groups,) if used is not None and used.engine.costs.has_groups else (),
     )
 
 

@@ -50,6 +50,7 @@ class Source:
     plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
     flags: str = ""  # of our trainers for these plans, to copy with the flags of an advice
     options: str = ""  # the same in Python, to copy with the code of an advice
+    notes: tuple[str, ...] = ()  # remarks, a line each
 
     def ways(self, rows: LoadedRows, windows: Sequence[int]) -> Iterator[DealtRows]:
         """Distribute rows in all ways; the first is as loaded."""
@@ -207,7 +208,7 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
     too few rows there are fewer steps. ValueError for too few rows for a step, rows without work, or costs above the
     maximum of a plan.
     """
-    notes, comparisons = [], []
+    notes, comparisons = [*source.notes], []
     for num_ranks in sorted(set(ranks)):
         per_step = num_ranks * source.batch_size
         possible = steps if source.num_rows is None else min(steps, source.num_rows // per_step)
