@@ -204,9 +204,10 @@ def _balancing_of(log: RunLog) -> Balancing:
 def _window_of(log: RunLog) -> int:
     """The setting of the run or, if it is unknown, the longest window: the last window of an epoch may be shorter."""
     longest, planned = _largest(log.column("window")), setting(log.config, "trainer.shuffle_window")
-    if longest is None:
+    # In mode "off" nothing is logged of windows, which a sampler has nevertheless.
+    if longest is None and not setting(log.config, "trainer.balance_sampler"):
         return 1
-    return planned if isinstance(planned, int) else round(longest)
+    return planned if isinstance(planned, int) else round(longest or 1)
 
 
 def _is_by_work(log: RunLog) -> bool:

@@ -16,6 +16,7 @@ from tests.helpers.jobs.run_logs import (
     make_steps,
     report_of,
     write_run,
+    write_unlooked,
 )
 
 OBSERVE = config_of(shuffler={"mode": "observe"})
@@ -71,10 +72,17 @@ def test_the_last_window_of_an_epoch_may_have_one_batch(tmp_path):
     assert report.log.step[0] == 1 and not any("balanced in another way" in note for note in report.log.notes)
 
 
-@pytest.mark.parametrize(("mode", "is_step_for_step"), [("balance", False), ("observe", True)])
-def test_the_steps_of_a_window_have_other_rows_unless_it_is_only_observed(tmp_path, mode, is_step_for_step):
-    config = config_of(shuffle_window=4, shuffler={"mode": mode})
-    runs = [report_of(tmp_path / "base", BALANCED, BY_STEP), report_of(tmp_path / mode, BALANCED, BY_STEP, config)]
-    (beside,) = compare_runs(runs)
+@pytest.mark.parametrize(
+    ("mode", "by_sampler", "is_step_for_step"),
+    [("balance", False, False), ("observe", False, True), ("off", False, True), ("off", True, False)],
+)
+def test_the_steps_of_a_window_have_other_rows_unless_it_is_not_trained(tmp_path, mode, by_sampler, is_step_for_step):
+    config = config_of(shuffle_window=4, balance_sampler=by_sampler, shuffler={"mode": mode})
+    base, other = report_of(tmp_path / "base", AS_LOADED, BY_STEP, OBSERVE), tmp_path / "other"
+    if mode == "off":
+        write_unlooked(other, BALANCED, BY_STEP, config=config)
+    else:
+        report_of(other, BALANCED, BY_STEP, config)
+    (beside,) = compare_runs([base, RunReport(RunLog(other))])
     assert (beside.each_step is not None) is (beside.loss is not None) is is_step_for_step
     assert beside.step_ms is not None
