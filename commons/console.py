@@ -33,8 +33,9 @@ codecs.register_error(_PLAIN_ERRORS, _plain)
 
 
 def accept_all_text() -> None:
-    """Make stdout replace characters that its encoding lacks instead of raising UnicodeEncodeError."""
-    if hasattr(sys.stdout, "reconfigure"):
+    """Make stdout replace characters that its encoding lacks, unless the user has chosen how to treat them."""
+    by_default = getattr(sys.stdout, "errors", None) in ("strict", "surrogateescape")  # the second in the C locale
+    if by_default and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors=_PLAIN_ERRORS)
 
 
