@@ -84,12 +84,13 @@ class ParallelDecoder(DistributedDataParallel):
         if number == self._pass:  # of a sum of several losses, the first
             return
         self._pass = number
+        cleared = [each.main_grad for each in self.parameters() if each.grad is None]
+        if cleared:
+            torch._foreach_zero_(cleared)  # one kernel for all of them
         for parameter in self.parameters():
-            if parameter.grad is None:
-                parameter.main_grad.zero_()
-            else:  # equal on all ranks, so averaging it again changes nothing; often the buffer itself
-                parameter.main_grad.copy_(parameter.grad)
-            parameter.grad = None
+            if parameter.grad is not None:  # equal on all ranks, so averaging it again changes nothing
+                parameter.main_grad.copy_(parameter.grad)  # nothing to do if it is the buffer itself
+                parameter.grad = None
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
