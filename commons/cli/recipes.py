@@ -151,7 +151,7 @@ def read_config_rows(
         of_what=of_what,
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
-        flags=" ".join(flags),
+        flags=lambda window: " ".join([*flags, *_instead(target, window)]),
         options=_in_python(shuffler),
         notes=(groups,) if used is not None and used.engine.costs.has_groups else (),
     )
@@ -184,6 +184,23 @@ def _flags(shuffler: ShufflerOptions, configured: ShufflerOptions) -> Iterator[s
             yield f"--trainer.shuffler.{'' if value else 'no-'}{name}"
         else:
             yield f"--trainer.shuffler.{name} {shlex.quote(str(value))}"
+
+
+def _instead(target: CostTarget, window: int) -> Iterator[str]:
+    """Yield the flags of our trainers that replace settings of the config, with which its run would have other plans.
+
+    `window` is the number of batches of every rank that are planned together.
+    """
+    if not isinstance(target, Recipe):
+        return
+    trainer = target.config.trainer
+    for name in ("balance_batch", "balance_sampler", *(["single_rank_load"] if window > 1 else [])):
+        if getattr(trainer, name):
+            yield f"--trainer.no-{name.replace('_', '-')}"
+    if trainer.budget_per_rank is not None:
+        yield "--trainer.budget-per-rank None"
+    if window == 1 < trainer.shuffle_window:
+        yield "--trainer.shuffle-window 1"
 
 
 def _in_python(shuffler: ShufflerOptions) -> str:

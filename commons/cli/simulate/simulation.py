@@ -48,7 +48,8 @@ class Source:
     bytes_per_token: int | None = None  # bytes sent per token; None if unknown
     link_gbps: float | None = None  # 10^9 bits that a rank sends per second; None if unknown
     plan_options: Mapping[str, Any] | None = None  # of `plan_shuffle`, to compare only such plans; None for all ways
-    flags: str = ""  # of our trainers for these plans, to copy with the flags of an advice
+    # (window) → flags of our trainers for these plans, to copy with the flags of an advice
+    flags: Callable[[int], str] = lambda window: ""
     options: str = ""  # the same in Python, to copy with the code of an advice
     notes: tuple[str, ...] = ()  # remarks, a line each
 
@@ -152,7 +153,7 @@ class Simulation:
             text += f"{result.speed_up(further):.2f}×"
         if self.source.of_what == OF_LAYERS:
             text += "; a whole step gains less"
-        options = f"{options} {self.source.flags}".rstrip()
+        options = f"{options} {self.source.flags(advised.window)}".rstrip()
         code += f"  # {self.source.options}" if self.source.options else ""
         return Advice(f"{text}.", options, code, advised.name, result.speed_up(advised))
 

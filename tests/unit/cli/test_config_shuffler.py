@@ -8,6 +8,8 @@ import torch
 from commons.cli.recipes import load_recipe, read_config_rows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
+from commons.trainer.config.load import load_config
+from hstu.train_config import TrainConfig
 from tests.helpers.jobs.training_configs import CONFIG
 
 
@@ -80,3 +82,26 @@ def test_advice_for_a_config_whose_shuffler_moves_no_row_changes_the_shuffler(tm
     config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
     advice = asked("simulate", "--config", str(config), "--ranks", "2", "--steps", "3")["advice"]
     assert advice["options"] == "--trainer.enable-balanced-shuffler --shuffler-type hstu"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "enable_balanced_shuffler = true\nshuffle_window = 4",
+        "single_rank_load = true\nbalance_batch = true",
+        "balance_sampler = true\nshuffle_window = 4",
+        "balance_sampler = true\nbudget_per_rank = 4.0\nshuffler = { equal_size = false }",
+    ],
+)
+def test_advice_replaces_the_config_s_own_way_to_balance(tmp_path, asked, settings):
+    """The trainer refused the advised shuffler beside another balancer, and a config's window stayed."""
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(candidates=3).replace("[dataset]", f"{settings}\n[dataset]", 1))
+    flags = ["--config", str(config), "--model.prediction-head-arch", "8", "1"]
+    answer = asked("simulate", *flags[:2], "--ranks", "2", "--steps", "4")
+    assert answer["advice"]["way"] == "each batch"
+    assert load_config(TrainConfig, flags + answer["advice"]["options"].split()).trainer.balancing == "batches"
+    of_window = read_config_rows(config, None, ShufflerOptions(), (2,), 1).flags(2)
+    on = "--trainer.enable-balanced-shuffler --trainer.shuffle-window 2"
+    trainer = load_config(TrainConfig, [*flags, *on.split(), *of_window.split()]).trainer
+    assert (trainer.balancing, trainer.shuffle_window) == ("windows", 2)
