@@ -112,10 +112,15 @@ def read_config_rows(
     counts_operations = True  # whether the shuffler's workloads are the operations
     first_batches = itertools.islice(target.host_batches(), num_batches)
     for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
-        tokens, _ = target.task.tokens_and_pairs(*target.row_tokens(batch))
         workloads = count(batch)
         counts_operations &= used is None or torch.equal(workloads, operations(batch))
-        batches.append((workloads.numpy(), tokens.numpy()))
+        # A shuffler's tokens may be fewer than the model's; its cap and the log of the run count them.
+        tokens = (
+            target.task.tokens_and_pairs(*target.row_tokens(batch))[0].numpy()
+            if used is None
+            else used.engine.costs.tokens_of(batch)
+        )
+        batches.append((workloads.numpy(), tokens))
     task, of_what = describe_task(target.task), OF_LAYERS
     if isinstance(target, Recipe) and not counts_operations:
         task = f"workloads of shuffler {target.config.shuffler_type!r}"

@@ -134,10 +134,7 @@ def _costs(batches: Iterable[Any], shuffler: BaseTaskBalancedBatchShuffler) -> t
     workloads, tokens = [], []
     for batch in batches:
         workloads.append(as_int64_workloads(shuffler.get_workloads(batch), num_rows=batch.batch_size))
-        keys = batch.features.keys()
-        lengths = batch.features.lengths().view(len(keys), -1)
-        counted = [index for index, key in enumerate(keys) if key in (shuffler.token_feature_names or keys)]
-        tokens.append(lengths[counted].sum(0).numpy())
+        tokens.append(shuffler.engine.costs.tokens_of(batch))
     return np.concatenate(workloads), np.concatenate(tokens)
 
 

@@ -182,6 +182,14 @@ class RowCosts:
         on_host = workloads.cpu() if isinstance(workloads, torch.Tensor) else workloads
         return torch.from_numpy(as_int64_workloads(_one_per_row(on_host, rows)[:real]))
 
+    def tokens_of(self, batch: Any) -> np.ndarray:
+        """Tokens of the real rows of a batch, as for the cap on tokens: int64 `(real_rows,)` on the host."""
+        local, schema, leaves = self._fields_of(batch)
+        lengths = [row for each in schema.jagged for row in leaves[each.path].lengths().view(-1, local.rows)]
+        counted = [lengths[key] for key in counted_keys(schema, self.token_features)]
+        tokens = torch.stack(counted).sum(0).cpu() if counted else torch.ones(local.rows, dtype=torch.int64)
+        return tokens[: local.real_rows].numpy()
+
     def _describe(self, batch: Any) -> LocalRows:
         local, schema, leaves = self._fields_of(batch)
         if self._mode != "off":

@@ -9,6 +9,7 @@ from commons.cli.recipes import load_recipe, read_config_rows
 from commons.distributed.options import ShufflerOptions
 from commons.distributed.tokens_shuffler import TokensBalancedBatchShuffler
 from commons.trainer.config.load import load_config
+from hstu.recipe import HSTURecipe
 from hstu.train_config import TrainConfig
 from tests.helpers.jobs.training_configs import CONFIG
 
@@ -36,6 +37,14 @@ def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked, monkeypatch
     # A shuffler that moves no row has no costs of its own.
     config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
     assert read_config_rows(config, None, ShufflerOptions(), (2,), 1).task.startswith("hstu, hidden 32")
+
+
+def test_the_cap_counts_the_tokens_that_a_shuffler_of_ones_own_names(tmp_path, monkeypatch):
+    config = tmp_path / "run.toml"
+    config.write_text('shuffler_type = "tokens"\n' + CONFIG.format(candidates=3))
+    monkeypatch.setattr(HSTURecipe, "shuffler_arguments", lambda self: {"tokens": {"feature_names": ["item_id"]}})
+    rows = read_config_rows(config, None, ShufflerOptions(), (2,), 1).load(2, 1)
+    assert rows.tokens.tolist() == rows.workloads.tolist()  # not the model's, with its actions and context
 
 
 def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, mistake):

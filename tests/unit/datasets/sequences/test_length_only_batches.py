@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,8 @@ def require_length_only_batches(loader, shuffler):
     workloads = torch.cat([shuffler.get_workloads(batch) for batch in of_lengths])
     of_rows = torch.cat([shuffler.get_workloads(batch)[: batch.actual_batch_size] for batch in batches])
     assert torch.equal(workloads, of_rows)
+    tokens, of_rows = ([shuffler.engine.costs.tokens_of(batch) for batch in each] for each in (of_lengths, batches))
+    assert np.array_equal(np.concatenate(tokens), np.concatenate(of_rows))
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
