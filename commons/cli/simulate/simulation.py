@@ -220,6 +220,7 @@ def simulate(source: Source, ranks: Sequence[int], windows: Sequence[int], steps
             )
         if possible:
             comparisons.append(compare(source, num_ranks, possible, windows))
+            notes += _above_cap(comparisons[-1], (source.plan_options or {}).get("max_tokens"))
     if not comparisons:
         raise ValueError(
             f"{source.name} has {source.num_rows:,} rows, a step of {min(ranks)} ranks needs "
@@ -242,6 +243,17 @@ def compare(source: Source, num_ranks: int, steps: int, windows: Sequence[int]) 
         )
     ways = tqdm(source.ways(rows, longer), f"{num_ranks} ranks", unit="way", leave=False, disable=None)
     return Comparison(rows, tuple(ways), source.cost)
+
+
+def _above_cap(result: Comparison, cap: int | None) -> Iterator[str]:
+    """Yield a line for each way that does not keep the cap on the tokens of a rank in all steps."""
+    for way in result.ways[1:] if cap is not None else ():
+        excess = way.tokens.max(axis=1) - cap
+        if excess.max() > 0:
+            yield (
+                f"{result.num_ranks} ranks, {way.name}: {(excess > 0).sum()} of {len(excess)} steps have a rank above "
+                f"max_tokens_per_rank ({cap:,}), by up to {excess.max():,} tokens."
+            )
 
 
 def _heaviest_step(rows: LoadedRows) -> float:

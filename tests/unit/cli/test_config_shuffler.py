@@ -47,6 +47,16 @@ def test_the_cap_counts_the_tokens_that_a_shuffler_of_ones_own_names(tmp_path, m
     assert rows.tokens.tolist() == rows.workloads.tolist()  # not the model's, with its actions and context
 
 
+def test_a_cap_that_no_plan_keeps_is_noted(tmp_path, asked):
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(candidates=3))
+    tokens = int(read_config_rows(config, None, ShufflerOptions(), (2,), 1).load(2, 1).tokens.sum())
+    simulate = "simulate", "--config", str(config), "--ranks", "2", "--steps", "1", "--shuffler.max-tokens-per-rank"
+    assert not asked(*simulate, str(tokens))["notes"]
+    (note,) = asked(*simulate, str(tokens // 2 - 5))["notes"]
+    assert f"each batch: 1 of 1 steps have a rank above max_tokens_per_rank ({tokens // 2 - 5}), by up to " in note
+
+
 def test_the_config_s_options_of_the_shuffler_are_the_defaults(tmp_path, asked, mistake):
     config = tmp_path / "run.toml"
     own = '[trainer.shuffler]\nequal_size = false\nslack = 0.2\nmode = "observe"\n'
