@@ -132,19 +132,21 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = ["__version__", *_MODULE_OF]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(_MODULE_OF[name]), name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{__name__}.{name} needs {error.name}, which is not installed: install the extra 'cuda', or 'cpu' and "
-            "then torchrec with --no-deps, as README says",
-            name=error.name,
-        ) from error
-    globals()[name] = value  # the next use does not call __getattr__
-    return value
+if not TYPE_CHECKING:  # or type checkers would take every name, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{__name__}.{name} needs {error.name}, which is not installed: install the extra 'cuda', or 'cpu' and "
+                "then torchrec with --no-deps, as README says",
+                name=error.name,
+            ) from error
+        globals()[name] = value  # the next use does not call __getattr__
+        return value
 
 
 def __dir__() -> list[str]:

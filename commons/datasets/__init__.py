@@ -14,8 +14,10 @@ __all__ = ["BalancedBatchSampler", "BudgetBatchSampler"]
 _MODULE_OF = {"BalancedBatchSampler": "samplers.balanced", "BudgetBatchSampler": "samplers.budget"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a sampler at its first use: samplers import torch, which preprocessing does not need."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+if not TYPE_CHECKING:  # as in evenrank/__init__.py
+
+    def __getattr__(name: str) -> Any:
+        """Import a sampler at its first use: samplers import torch, which preprocessing does not need."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

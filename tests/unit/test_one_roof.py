@@ -60,6 +60,8 @@ def test_type_checkers_see_the_same_names_from_the_same_modules():
         if alias.asname == alias.name
     }
     assert shown == set(evenrank._MODULE_OF.items())
+    # With a `__getattr__` that they see, they take `from evenrank import ShufflerOption` as right.
+    assert "__getattr__" not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_an_unknown_name_is_an_attribute_error():
