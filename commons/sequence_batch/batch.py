@@ -179,7 +179,7 @@ class BaseBatch(Pipelineable, _Slots):
         return None if known is None else known.lengths(self, key, pg_group)
 
     def host_lengths(self, *keys: str) -> list[np.ndarray]:
-        """Lengths of keys of `features` on the host, read-only, for each key int64 `(batch_size,)`.
+        """Lengths of keys of `features` on the host, for each key int64 `(batch_size,)`; writing changes the batch.
 
         `to`, a shuffler and `index_select` keep host copies of the lengths. For a batch that was made on its device,
         the lengths are read back once, together with `host_fields`.
@@ -199,7 +199,7 @@ class BaseBatch(Pipelineable, _Slots):
         return known
 
     def host_values(self, name: str) -> np.ndarray:
-        """Values of one of `host_fields` on the host, read-only, int64 `(batch_size,)`; see `host_lengths`.
+        """Values of one of `host_fields` on the host, int64 `(batch_size,)`; see `host_lengths`.
 
         Raises:
             KeyError: a field that is not in `host_fields`, or None in this batch.

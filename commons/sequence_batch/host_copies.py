@@ -73,7 +73,7 @@ def carry_host_copy(source: torch.Tensor, copied: torch.Tensor) -> None:
 
 
 def host_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The values of integer tensors, int64 of the same shapes, read-only.
+    """The values of integer tensors, int64 of the same shapes; writing to them may change the tensors.
 
     Tensors without a host copy are read back in one copy, which synchronises with the device, and then have one.
     """
