@@ -24,28 +24,26 @@ def packing_metrics(
 ) -> dict[str, Any]:
     """Measure a packing.
 
-    ================  ====================================================================================  =========
-    name              what it is                                                                            better is
-    ================  ====================================================================================  =========
-    n_groups          number of groups                                                                      smaller
-    group_sums        load of each group, the sum of its values, in the order of `groups`
-    max_load          largest load                                                                          smaller
-    min_load          smallest load                                                                         larger
-    mean_load         mean load
-    spread            max_load − min_load                                                                   smaller
-    imbalance_ratio   spread ÷ mean_load; 0.0 without load                                                  smaller
-    std_dev           population standard deviation of the loads (divided by n_groups)                      smaller
-    cv                std_dev ÷ mean_load, the coefficient of variation; 0.0 without load                   smaller
-    max_load_ratio    max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load             nearer 1
-    utilization       sum of the values ÷ (n_groups · capacity)                                             nearer 1
-    wasted_tokens     room left in the groups: the sum of capacity − load, where that is positive           smaller
-    lower_bound       Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups
-    seconds           the argument `seconds`, the time that the packing took; missing if not given          smaller
-    rank_load_ratios  for each group the largest cost of a rank ÷ the mean of all ranks; 1.0 without cost;  nearer 1
-                      missing without `costs_of_ranks`
-    sum_of_largest    sum of these largest costs: the cost of a step if ranks synchronise after every       smaller
-                      micro-batch; missing without `costs_of_ranks`
-    ================  ====================================================================================  =========
+    | name             | what it is                                                                      | better is |
+    | ---------------- | ------------------------------------------------------------------------------- | --------- |
+    | n_groups         | number of groups                                                                | smaller   |
+    | group_sums       | load of each group, the sum of its values, in the order of `groups`             |           |
+    | max_load         | largest load                                                                    | smaller   |
+    | min_load         | smallest load                                                                   | larger    |
+    | mean_load        | mean load                                                                       |           |
+    | spread           | max_load − min_load                                                             | smaller   |
+    | imbalance_ratio  | spread ÷ mean_load; 0.0 without load                                            | smaller   |
+    | std_dev          | population standard deviation of the loads (divided by n_groups)                | smaller   |
+    | cv               | std_dev ÷ mean_load, the coefficient of variation; 0.0 without load             | smaller   |
+    | max_load_ratio   | max_load ÷ mean_load: how much longer the slowest takes; 1.0 without load       | nearer 1  |
+    | utilization      | sum of the values ÷ (n_groups · capacity)                                       | nearer 1  |
+    | wasted_tokens    | room left in the groups: the sum of capacity − load, where that is positive     | smaller   |
+    | lower_bound      | Martello–Toth L2 bound of n_groups: no packing of these values has fewer groups |           |
+    | seconds          | the argument `seconds`, the time that the packing took; missing if not given    | smaller   |
+    | rank_load_ratios | for each group the largest cost of a rank ÷ the ranks' mean; 1.0 without cost   | nearer 1  |
+    | sum_of_largest   | sum of these: the cost of a step if ranks synchronise after every micro-batch   | smaller   |
+
+    The last two are missing without `costs_of_ranks`.
 
     Args:
         values: size of each row, list, array or CPU tensor `(n,)` of non-negative integers.

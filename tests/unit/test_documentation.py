@@ -5,6 +5,7 @@ Named are settings of tables, messages that are quoted, and numbers of the stats
 
 import ast
 import importlib.util
+import inspect
 import itertools
 import re
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def test_every_public_name_has_its_place_in_the_api():
         for name in re.findall(r"^::: evenrank\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert sorted(shown) == sorted(set(evenrank.__all__) - {"__version__"})
+
+
+def test_tables_of_the_api_are_markdown():
+    """The site runs the lines of other tables together."""
+    for value in (getattr(evenrank, name) for name in evenrank.__all__):
+        for each in (value, *getattr(value, "__dict__", {}).values()):
+            assert "=====" not in (inspect.getdoc(each) or ""), value
 
 
 def test_named_files_and_promises_are_there():

@@ -28,14 +28,12 @@ _LARGEST = float(2**62)
 class RandomDistribution:
     """A distribution of non-negative integers, clipped to `[low, high]`.
 
-    ===========  =============================================  ==========================
-    `dist_type`  distribution before clipping                   requires
-    ===========  =============================================  ==========================
-    uniform      integers of `[low, high]`, equally likely      `high`
-    normal       N(mean, std²), rounded                         `mean`, `std`
-    zipf         low − 1 + k with P(k) ∝ k^−alpha, k = 1, 2, …  1 < `alpha` ≤ 100
-    lognormal    exp N(µ, σ²) of the given mean and std         `mean` > 0, `std`
-    ===========  =============================================  ==========================
+    | `dist_type` | distribution before clipping                  | requires          |
+    | ----------- | --------------------------------------------- | ----------------- |
+    | uniform     | integers of `[low, high]`, equally likely     | `high`            |
+    | normal      | N(mean, std²), rounded                        | `mean`, `std`     |
+    | zipf        | low − 1 + k with P(k) ∝ k^−alpha, k = 1, 2, … | 1 < `alpha` ≤ 100 |
+    | lognormal   | exp N(µ, σ²) of the given mean and std        | `mean` > 0, `std` |
 
     `mean` and `std` describe the numbers before clipping (for lognormal too, where σ² = ln(1 + std²/mean²) and
     µ = ln(mean) − σ²/2). Clipping sets numbers outside the range to its bounds; it does not draw again. Parameters that
