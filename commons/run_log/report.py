@@ -263,11 +263,11 @@ def _step_gain(step_time: StepTime, saved: float | None, balancing: Balancing) -
 
 
 def _background_of(log: RunLog, *, exchanges: bool) -> Background | None:
-    gather, plan = log.mean("gather_ms"), log.mean("plan_ms")
+    gather, plan = log.mean("gather_ms", log.timed), log.mean("plan_ms", log.timed)
     if gather is None or plan is None:
         return None
-    exchange = log.mean("exchange_ms") if exchanges else None
-    return Background(gather, plan, exchange, log.mean("hidden_fraction") or 0.0)
+    exchange = log.mean("exchange_ms", log.timed) if exchanges else None
+    return Background(gather, plan, exchange, log.mean("hidden_fraction", log.timed) or 0.0)
 
 
 def _slow_ranks(log: RunLog) -> tuple[RankSpeed, ...]:

@@ -55,7 +55,7 @@ def sums(name, steps=BALANCED):
 
 def test_a_balanced_run(tmp_path):
     lines, timed = lines_of(BALANCED, SIZES), BALANCED[SIZES[0] :]
-    lines[0] |= {"wait_ms": 99.0, "exchange_ms": 99.0}  # in the warm-up
+    lines[0] |= {"wait_ms": 99.0, "exchange_ms": 99.0, "gather_ms": 99.0, "hidden_fraction": 0.0}  # in the warm-up
     lines[1] |= {"ms_per_load": None}  # not yet known
     report = RunReport(RunLog(write_run(tmp_path, lines)))
     assert (report.steps, report.ranks, report.rows_per_step, report.balancing) == (60, 4, 32, "balanced")
@@ -71,7 +71,8 @@ def test_a_balanced_run(tmp_path):
     assert list(time.parts()) == list(PARTS) and sum(time.parts().values()) == pytest.approx(time.total)
     assert time.work == pytest.approx(MS_PER_LOAD * sums("lower_bound", timed) / len(timed))
     assert (time.exchange, time.waiting, time.rest) == pytest.approx((EXCHANGE_MS, WAIT_MS, FIXED_MS))
-    assert report.background.hidden == 0.75 and report.background.exchange_ms is None
+    assert (report.background.gather_ms, report.background.hidden) == (lines[1]["gather_ms"], 0.75)
+    assert report.background.exchange_ms is None
     gained = f"{gain.work:.2f}× faster, of {gain.possible:.2f}× possible, and a step {gain.step:.2f}×"
     assert advice_of(report).startswith(f"Balancing makes the slowest rank {gained}")
 
