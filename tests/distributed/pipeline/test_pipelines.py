@@ -20,7 +20,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.options import ShufflerOptions
-from commons.pipeline import balanced, balanced_iter, hooks
+from commons.pipeline import balanced, balanced_iter, hooks, windowed_iter
 from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import head_of, rank_batches, weights_of
@@ -86,6 +86,20 @@ def test_the_batch_that_was_read_ahead_comes_before_those_of_the_next_iterator()
         assert not list(LookAhead(second, shuffler, previous=following))
         shuffler.drain()
     assert (first.read, second.read) == (2, 3)  # the end was reached once
+
+
+def _filling_one_batch():
+    batch = models.make_batch([], 1)
+    for row in range(1, 5):
+        vars(batch).update(vars(models.make_batch([row], 1)))
+        yield batch
+
+
+@pytest.mark.parametrize("reads", [LookAhead, functools.partial(windowed_iter, window=2)], ids=["one ahead", "window"])
+def test_a_loader_may_fill_one_batch_again_and_again(reads):
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        assert sorted(int(batch.sample_id) for batch in reads(_filling_one_batch(), shuffler)) == [1, 2, 3, 4]
+        shuffler.drain()
 
 
 class _SameForEveryEpoch(Iterator):
