@@ -20,6 +20,7 @@ from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from commons.pipeline.look_ahead import ShufflingBatch
+from commons.sequence_batch.fields import batch_items
 
 # Pipelines whose `reset`, if they define it, drops batches: subclasses call it. The one they inherit drops nothing.
 _RESET = (
@@ -211,8 +212,10 @@ def _jagged_tensors(batch: Any, entered: set[int]) -> Iterator[KeyedJaggedTensor
         yield batch
         return
     parts: Iterable[Any] = ()
-    if isinstance(batch, dict):
-        parts = [value for name, value in batch.items() if name != "labels"]
+    # The fields of a dataclass may be slots.
+    items = batch_items(batch) if hasattr(type(batch), "__dataclass_fields__") else batch
+    if isinstance(items, dict):
+        parts = [value for name, value in items.items() if name != "labels"]
     elif isinstance(batch, (list, tuple)):
         parts = batch
     elif hasattr(batch, "__dict__") and not isinstance(batch, torch.Tensor):

@@ -1,7 +1,9 @@
 """How a script is observed: its status, its pipelines and batches; mistakes in one line."""
 
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,11 +184,19 @@ def test_what_is_no_record_or_a_damaged_one_is_named(tmp_path, capsys):
     assert "one rank was observed; balancing needs several ranks" in capsys.readouterr().err
 
 
+@dataclass(slots=True)
+class Slots:
+    features: Any
+    labels: Any = None
+    made_by: Any = Batch  # a class, which has fields too
+
+
 def test_lengths_of_any_batch():
     kjt = KeyedJaggedTensor(["a", "b"], torch.arange(9), lengths=torch.tensor([1, 2, 0, 3, 1, 2]))
     batch = Batch(dense_features=torch.ones(3, 2), sparse_features=kjt, labels=torch.ones(3))
     # The handle of a batch in an evenrank pipeline has the batch again.
-    for held in (batch, kjt, (kjt, torch.ones(3)), ShufflingBatch(batch, SimpleNamespace(host_batch=batch))):
+    shuffling = ShufflingBatch(batch, SimpleNamespace(host_batch=batch))
+    for held in (batch, kjt, (kjt, torch.ones(3)), shuffling, Slots({"x": kjt}, kjt)):
         assert _lengths_of(held).tolist() == [4, 3, 2]
     jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
     found = _lengths_of({"x": jagged, "labels": kjt})
