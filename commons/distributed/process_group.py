@@ -38,10 +38,10 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
     return dist.group.WORLD if parallel_state is None else parallel_state.get_data_parallel_group()
 
 
-def tensor_parallel_group() -> dist.ProcessGroup | None:
-    """This rank's tensor-parallel group of megatron-core; None without megatron-core, and for a group of one rank."""
+def model_parallel_group() -> dist.ProcessGroup | None:
+    """This rank's tensor- and pipeline-parallel peers in megatron-core; None without it, and without peers."""
     parallel_state = _parallel_state()
-    group = None if parallel_state is None else parallel_state.get_tensor_model_parallel_group()
+    group = None if parallel_state is None else parallel_state.get_model_parallel_group()
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 

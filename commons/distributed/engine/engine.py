@@ -27,7 +27,7 @@ from commons.distributed.engine.window import ShuffledWindow, WindowReader, shuf
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.gather.local_rows import LocalRows, RowCosts
 from commons.distributed.gather.rank_speeds import StepTimes
-from commons.distributed.process_group import resolve_process_group, tensor_parallel_group
+from commons.distributed.process_group import model_parallel_group, resolve_process_group
 from commons.distributed.stats import ShuffleStats
 from commons.sequence_batch.open_batch import batch_device
 
@@ -351,12 +351,12 @@ class ShuffleEngine:
         return self._channels[group, window]
 
     def _peers(self, group: dist.ProcessGroup | None, window: int | None) -> ControlChannel | None:
-        """The channel of this rank's tensor-parallel peers; None without peers, and without measured numbers.
+        """The channel of this rank's model-parallel peers; None without peers, and without measured numbers.
 
         The peers are in different data-parallel groups, which plan separately and must make the same plan. They gather
         the same batches, but the times that they have measured or read from a file may differ.
         """
-        options, peers = self._options, tensor_parallel_group()
+        options, peers = self._options, model_parallel_group()
         measures = options.mode != "off" and (options.calibration is not None or options.speeds == "measured")
         return self._channel(peers, window, of_peers=True) if measures and peers not in (None, group) else None
 

@@ -28,7 +28,7 @@ from commons.distributed.gather.peers import Peers
 from commons.distributed.gather.rank_speeds import RankSpeeds, StepTimes
 from commons.distributed.gather.schema_agreement import agree_on_schema
 from commons.distributed.global_batch import attach_global_batches
-from commons.distributed.process_group import tensor_parallel_group
+from commons.distributed.process_group import model_parallel_group
 from commons.distributed.spans import span
 from commons.distributed.stats import stats_of_plan
 from commons.perf_model.partitioner.core import address
@@ -50,7 +50,7 @@ class ShuffleSession:
 
     Args:
         channel: the ranks of the group.
-        peers: the tensor-parallel peers; None if there are none, or nothing is measured.
+        peers: the model-parallel peers; None if there are none, or nothing is measured.
         costs: has the shuffler and its calibration.
         step_times: this rank's reported times, which are sent with the comparison of plans, and the ranks' speeds.
         only_device: the device of all batches of the group; None if it depends on the batch.
@@ -128,8 +128,8 @@ class ShuffleSession:
         try:
             prepared = self._prepare(step, local, resets)
         except Exception as error:
-            # The main thread may notice it much later, or never, if it waits for tensor-parallel peers that train on.
-            is_urgent = isinstance(error, RankMissingError) or tensor_parallel_group() is not None
+            # The main thread may notice it much later, or never, if it waits for model-parallel peers that train on.
+            is_urgent = isinstance(error, RankMissingError) or model_parallel_group() is not None
             if is_urgent and not isinstance(error, ShufflerAbortedError):
                 logger.error("rank %d: %s", self.channel.members[self.channel.rank], error)
             raise

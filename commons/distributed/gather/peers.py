@@ -1,4 +1,4 @@
-"""PEERS: tensor-parallel peers compare what each of their data-parallel groups has measured and planned.
+"""PEERS: model-parallel peers compare what each of their data-parallel groups has measured and planned.
 
 Peers train the same batches, but are in different data-parallel groups, which plan separately. So they use the same
 calibration and the lowest of their speeds. Every rank of all groups takes part at the same steps, whatever fails.
@@ -15,7 +15,7 @@ from commons.perf_model.speed_control import LOOK_STEPS
 
 
 class Peers:
-    """The tensor-parallel peers of this rank.
+    """The model-parallel peers of this rank.
 
     Args:
         channel: the peers.
@@ -46,13 +46,13 @@ class Peers:
 
     def _settle(self, step: int, speed: int) -> int:
         channel, planned = self._channel, [*self.planned, *[-1] * LOOK_STEPS][:LOOK_STEPS]
-        table = channel.agree("shuffle of tensor-parallel peers", self._options, self._unread, [speed, *planned], step)
+        table = channel.agree("shuffle of model-parallel peers", self._options, self._unread, [speed, *planned], step)
         other = int((table[:, 1:] != table[0, 1:]).any(axis=1).argmax())
         if other:
             first, second = ([each for each in row if each >= 0] for row in table[[0, other], 1:].tolist())
             raise RuntimeError(
                 f"before step {step} rank {channel.names[0]} has planned steps {first}, and rank "
-                f"{channel.names[other]} {second}; tensor-parallel peers train the same batches, and a step has "
+                f"{channel.names[other]} {second}; model-parallel peers train the same batches, and a step has "
                 "failed, or the data have ended, in one of their data-parallel groups alone: restart from a "
                 "checkpoint, with the same data on all peers"
             )

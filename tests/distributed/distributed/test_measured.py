@@ -127,18 +127,18 @@ def test_tensor_parallel_peers_need_the_same_calibration(calibration):
     assert text_of(lambda load, name: load(name)) == "no error"
     text = text_of(_slower)
     assert dist.get_rank() > 1 or "calibrations differ: rank 0 has {'per_token'" in text
-    assert "in shuffle of tensor-parallel peers; all ranks pass the same" in text
+    assert "in shuffle of model-parallel peers; all ranks pass the same" in text
     text = text_of(_missing)
     assert "rank 1: calibration" in text and "does not exist" in text
 
 
 @contextlib.contextmanager
 def _each_alone():
-    """Every rank is a data-parallel group of its own; all ranks are tensor-parallel peers."""
+    """Every rank is a data-parallel group of its own; all ranks are model-parallel peers."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     with contextlib.ExitStack() as mocks:
         for module in (engine, shuffle_session):
-            mocks.enter_context(mock.patch.object(module, "tensor_parallel_group", lambda: dist.group.WORLD))
+            mocks.enter_context(mock.patch.object(module, "model_parallel_group", lambda: dist.group.WORLD))
         yield alone
 
 
@@ -206,7 +206,7 @@ def test_peers_stop_when_a_step_failed_on_one_of_them(step):
     ]
     for text, _ in found[5:]:
         others = [each for each in range(5) if each != step]
-        assert f"before step 5 rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 {others}; tensor-parallel" in text
+        assert f"before step 5 rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 {others}; model-parallel" in text
 
 
 @on_two_ranks
@@ -231,7 +231,7 @@ def test_peers_whose_data_end_at_different_steps_stop():
             ends = step == 3 and dist.get_rank() == 1
             assert shuffler.start_shuffle(None if ends else my_batch()).has_ended() == ends
         text = error_of(shuffler.shuffle, my_batch())
-    assert "rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 [0, 1, 2, 4]; tensor-parallel peers" in text
+    assert "rank 0 has planned steps [0, 1, 2, 3, 4], and rank 1 [0, 1, 2, 4]; model-parallel peers" in text
 
 
 # --------------------------------------------------------------------------------------------------------------- speeds
@@ -324,14 +324,19 @@ def test_a_time_is_of_the_group_of_its_shuffle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @on("own_ranks")
-def test_tensor_parallel_peers_count_as_the_slowest_of_them():
-    """DP 2 × TP 2: the speeds that each rank sees."""
+def test_model_parallel_peers_count_as_the_slowest_of_them(kind):
+    """DP 2 × TP 2 and DP 2 × PP 2: the speeds that each rank sees."""
     from megatron.core import parallel_state
 
-    with model_parallel(2), closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
-        place = parallel_state.get_data_parallel_rank()
-        for step in range(90):
-            shuffler.shuffle(rich_batch(step * 7 + place, [16] * 4, max_length=20))
-            report(shuffler, shuffler.last_stats, 1.5, slow=3)  # its peer is rank 2
-        assert shuffler.last_stats.speeds == (1024, 683)
+    parallel_state.initialize_model_parallel(**{f"{kind}_model_parallel_size": 2})
+    try:
+        with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
+            place = parallel_state.get_data_parallel_rank()
+            for step in range(90):
+                shuffler.shuffle(rich_batch(step * 7 + place, [16] * 4, max_length=20))
+                report(shuffler, shuffler.last_stats, 1.5, slow=3)
+            assert shuffler.last_stats.speeds == (1024, 683)
+    finally:
+        parallel_state.destroy_model_parallel()
