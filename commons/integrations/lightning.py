@@ -62,11 +62,12 @@ class BalancedBatches(Callback):
                 "DataLoader(rows, batch_sampler=sampler), and Trainer(use_distributed_sampler=False)"
             )
         identity = self._sampler.identity()
-        if (identity["rank"], identity["world_size"]) != (trainer.global_rank, trainer.world_size):
+        own = trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}  # equal on tensor-parallel peers
+        if (identity["rank"], identity["world_size"]) != (own["rank"], own["num_replicas"]):
             raise ValueError(
-                f"the sampler is for rank {identity['rank']} of {identity['world_size']}, this is rank "
-                f"{trainer.global_rank} of {trainer.world_size}; each rank has its own sampler: make it with this rank "
-                "and number of ranks"
+                f"the sampler is for rank {identity['rank']} of {identity['world_size']}, this is data-parallel rank "
+                f"{own['rank']} of {own['num_replicas']}; each rank has its own sampler: make it with this rank and "
+                "number of ranks"
             )
         self._sampler.require_fits(loader.dataset)
 

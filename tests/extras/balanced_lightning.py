@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader
 
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.distributed import global_mean_loss
 from commons.trainer.ranks.rank_info import RankInfo
 from evenrank.integrations.lightning import BalancedBatches
+from tests.helpers.ranks.faults import error_of
 
 NUM_ROWS, EPOCHS, BATCH = 40, 3, 4
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, NUM_ROWS).astype(np.int64) + 1
@@ -48,6 +50,9 @@ class Rows(LightningModule):
         self.seen.append(rows.tolist())
         losses = (self.weight * rows.double() / NUM_ROWS - 0.5).square()
         return global_mean_loss(losses.sum(), len(losses))
+
+    def configure_model(self):
+        """Nothing to shard."""
 
     def validation_step(self, rows, index):
         """Notes that there was one."""
@@ -99,6 +104,18 @@ def train(folder: Path, kind: str, resume: str | None = None, rank: int | None =
     return {"seen": module.seen, "weight": float(module.weight)}
 
 
+def train_as_peers(num_ranks: int) -> list[Any]:
+    """The rows that this rank trains if all ranks are tensor-parallel peers, with a sampler for so many ranks."""
+    ranks = RankInfo.of_torchrun()
+    sampler = make_sampler("balanced", num_ranks=num_ranks, rank=ranks.rank % num_ranks)
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=ranks.world_size)
+    options = OPTIONS | {"devices": ranks.world_size, "strategy": strategy, "enable_checkpointing": False}
+    trainer = Trainer(callbacks=[BalancedBatches(sampler)], use_distributed_sampler=False, **options)
+    module = Rows()
+    trainer.fit(module, DataLoader(torch.arange(NUM_ROWS), batch_sampler=sampler))
+    return module.seen
+
+
 def main(folder: Path) -> None:
     """Train in every way, and write what this rank saw."""
     found: dict[str, Any] = {kind: train(folder, kind) for kind in SAMPLERS}
@@ -111,6 +128,7 @@ def main(folder: Path) -> None:
         train(folder, "balanced", rank=1 - rank)
     except ValueError as error:
         found["refused"] = str(error)
+    found["peers"] = [train_as_peers(1), error_of(train_as_peers, 2)]
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

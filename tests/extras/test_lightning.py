@@ -116,8 +116,16 @@ def test_an_epoch_that_ended_with_a_validation_has_ended_for_another_plan_too(li
 
 def test_a_sampler_of_another_rank_is_refused(of_ranks):
     for rank, answer in enumerate(of_ranks):
-        assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is rank {rank} of 2")
+        assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is data-parallel rank")
         assert "\n" not in answer["refused"]
+
+
+def test_tensor_parallel_peers_train_the_same_rows(of_ranks, lightning):
+    drawn = lightning.make_sampler("balanced")
+    whole = [batch for _ in range(EPOCHS) for batch in drawn]
+    for rank, answer in enumerate(of_ranks):
+        seen, refused = answer["peers"]
+        assert seen == whole and f"is for rank {rank} of 2, this is data-parallel rank 0 of 1; " in refused
 
 
 def test_a_loader_with_another_sampler_and_another_kind_are_refused(lightning, tmp_path):
