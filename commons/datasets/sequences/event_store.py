@@ -73,8 +73,9 @@ class EventStore:
     def add(self, select: str, **tables: pa.Table) -> None:
         """Add the rows of a query, in their order; the first query determines the columns of `events`."""
         create = "INSERT INTO events" if self.num_rows else "CREATE OR REPLACE TABLE events AS"
-        # Statistics of parquet files leave NaN out: conditions simplified by them would be wrong for NaN.
-        self._database.execute("SET disabled_optimizers = 'statistics_propagation'")
+        # Statistics of parquet files leave NaN out: conditions simplified by them would be wrong for NaN. A long IN
+        # would become a join, which loses the order of the rows if they are read by several threads.
+        self._database.execute("SET disabled_optimizers = 'statistics_propagation, in_clause'")
         self._run(lambda: self._start(f"{create} {select}", tables), doing="read")
         self._database.execute("RESET disabled_optimizers")
         self.num_rows = self.query("SELECT count(*) AS number FROM events")["number"][0].as_py()

@@ -17,6 +17,7 @@ from commons.datasets.public.movielens import DATASET_NAME, SCHEMA_20M, preproce
 from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.movielens import (
     HEADER_20M,
+    MOVIES_20M,
     RATINGS,
     RATINGS_20M,
     write_zip,
@@ -129,6 +130,15 @@ class TestPreprocess20M:
         ):
             source = write_zip_20m(tmp_path / "b.zip", ratings=ratings)
             assert lists_of(preprocess_movielens_20m(source, tmp_path / "b")) == expected, ratings
+
+    def test_a_file_that_several_threads_read_keeps_its_order(self, tmp_path):
+        """A thread reads 8 MB at a time."""
+        movies = [50, 9, 1193, 9] * 75_000
+        (tmp_path / "movies.csv").write_text(MOVIES_20M)
+        lines = [f"7,{movie},4.0,100,{'x' * 100}\n" for movie in movies]
+        (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp,note\n" + "".join(lines))
+        users = lists_of(preprocess_movielens_20m(tmp_path, tmp_path / "data"))
+        assert users[7]["movie_id"] == movies
 
     def test_labels(self, tmp_path):
         preprocess_movielens_20m(write_zip_20m(tmp_path / "ml-20m.zip"), tmp_path, test_fraction=0)
