@@ -323,10 +323,10 @@ class EventFiles:
                 raise ValueError(f"{self._where(name)} is of type {kind}; it must be a list, like items: convert it")
 
     def _require_columns(self, path: Path, names: Collection[str], read: Collection[str]) -> None:
-        """Raise ValueError unless a file has one column of each name that is read."""
+        """Raise ValueError unless a file has one column of each name. DuckDB renames "A" beside "a" to "A_1"."""
         for name in read:
-            alike = [each for each in names if each.lower() == name.lower()]
-            if len(alike) > 1:
+            alike = [each for each in names if each.lower() in (name.lower(), name.lower().rstrip("_0123456789"))]
+            if len({each.lower() for each in alike}) < len(alike):
                 raise ValueError(
                     f"columns {', '.join(map(repr, alike))} of {path} have one name in SQL, which ignores case, and "
                     f"{name!r} is read: rename all but one"

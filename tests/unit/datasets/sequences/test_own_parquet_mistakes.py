@@ -192,6 +192,9 @@ def test_columns_that_differ_only_in_case(tmp_path):
     write(tmp_path / "log" / "0.parquet", {"ID": [1], "iid": [10], "ts": [3]})
     write(tmp_path / "log" / "1.parquet", {"id": [7], "ID": [1], "iid": [10], "ts": [3]})
     assert "columns 'id', 'ID' of" in error_of(tmp_path / "log", EventColumns("ID", "iid", "ts"))
+    write(tmp_path / "log" / "1.parquet", {"ID": [1], "iid": [7], "IID": [8], "iid_1": [9], "ts": [3]})
+    (tmp_path / "log" / "0.parquet").unlink()
+    assert "'iid', 'IID', 'iid_1' of" in error_of(tmp_path / "log", EventColumns("ID", "iid_1", "ts"))
 
 
 def test_columns_named_as_duckdb_s_counters(tmp_path):
