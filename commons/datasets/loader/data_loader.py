@@ -6,6 +6,7 @@ To add a data set of sequences, add it to `PUBLIC_DATASETS`; for another kind, a
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def _schema(name: str, path: Path, given: EventColumns | None = None) -> Sequenc
     if not is_made and (path.is_file() or any(path.rglob("*.parquet"))):
         raise ValueError(
             f"dataset_path {path} has raw parquet files; tables need dense ids, which preprocessing assigns: run "
-            f"`evenrank preprocess parquet --source {path} --output FOLDER {given.as_flags()}".rstrip()
+            f"`evenrank preprocess parquet --source {shlex.quote(str(path))} --output FOLDER"
+            + f" {given.as_flags()}".rstrip()
             + "` and give FOLDER as dataset_path"
         )
     return stored_schema(path, given)

@@ -343,9 +343,9 @@ class TestTraining:
             self.loader(stored(tmp_path), columns)
 
     def test_raw_files_are_answered_with_the_command(self, tmp_path, told):
-        (tmp_path / "log").mkdir()
-        write(tmp_path / "log" / "events.parquet")
-        for source in (tmp_path / "log", tmp_path / "log" / "events.parquet"):
+        (tmp_path / "my log").mkdir()
+        write(tmp_path / "my log" / "events.parquet")
+        for source in (tmp_path / "my log", tmp_path / "my log" / "events.parquet"):
             with pytest.raises(ValueError, match="assigns: run `evenrank preprocess parquet --source") as caught:
                 self.loader(source, COLUMNS)
         command = str(caught.value).split("`")[1].replace("FOLDER", str(tmp_path / "data"))
