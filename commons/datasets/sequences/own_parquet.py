@@ -245,14 +245,14 @@ class EventFiles:
         if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
             unit = _PER_SECOND[kind.unit] if pa.types.is_timestamp(kind) else 1
             time = _EPOCH[unit].format(value)
-            endless = f"{time} IS NULL AND {value} IS NOT NULL"
-            return unit, _without_nulls(name, _checked(name, time, endless, found, "a time is finite: correct it"))
+            endless = f"coalesce({time}, {-(2**63)}) = {-(2**63)} AND {value} IS NOT NULL"
+            found, rule = "' has the time infinity or NaT'", "a time is finite: correct it"
+            return unit, _without_nulls(name, _checked(name, time, endless, found, rule))
         if not _is_number(kind):
             raise ValueError(
                 f"{self._where(name)} is of type {kind}; times are timestamps, dates or numbers since 1970: convert it"
             )
-        # Nanoseconds since 1970 have 63 bits, which end in 2262.
-        most, year = min((_YEAR_3000 * stated, 3000), (2**63, 2262))
+        most, year = min((_YEAR_3000 * stated, 3000), (2**63, 2262))  # 63 bits of nanoseconds end in 2262
         unit, scaled, late = stated, value, f"{value} >= {most}"
         if pa.types.is_floating(kind):
             # Microseconds: as precise as a double is for seconds since 1970. Rounded, because 0.123 is slightly less.
