@@ -173,6 +173,30 @@ def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
         hook.on_post_page(tag, page, config)
 
 
+FIELDS = """
+class Plan:
+    loads: list  # of each rank
+    # The rank of each row;
+    # -1 for padding.
+    ranks: list = field(
+        default_factory=list
+    )
+    name: str = "#1"
+
+    speeds: list
+    '''Of each rank.'''
+"""
+
+
+def test_comments_at_fields_are_their_descriptions_on_the_site():
+    griffe = pytest.importorskip("griffe", reason="make docs installs what builds the site")
+    extensions = griffe.load_extensions(str(ROOT / "ci/docs_fields.py"))
+    with griffe.temporary_visited_module(FIELDS, extensions=extensions) as module:
+        found = {name: field.docstring and field.docstring.value for name, field in module["Plan"].members.items()}
+    ranks = "The rank of each row; -1 for padding."
+    assert found == {"loads": "of each rank", "ranks": ranks, "name": None, "speeds": "Of each rank."}
+
+
 OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
 # Rows of three columns: what one sees or wants, what to set, what it costs.
 DECISIONS = [row for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", OPTIONS, re.MULTILINE) if "`" in row[1]]
