@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,46 +108,20 @@ def read_config_rows(
     flags = list(_flags(shuffler, configured))
     if isinstance(target, Recipe) and used is None:  # with its shuffler, the run would move no row
         flags.insert(0, f"--shuffler-type {getattr(type(target.config), 'shuffler_type', '...')}")
-    count = operations if used is None else used.engine.costs.workloads_of
-    batches = []  # workloads and tokens of the real rows of each batch, as a single rank reads them
-    counts_operations = True  # whether the shuffler's workloads are the operations
-    first_batches = itertools.islice(target.host_batches(), num_batches)
-    for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
-        workloads = count(batch)
-        counts_operations &= used is None or torch.equal(workloads, operations(batch))
-        # A shuffler's tokens may be fewer than the model's; its cap and the log of the run count them.
-        tokens = (
-            target.task.tokens_and_pairs(*target.row_tokens(batch))[0].numpy()
-            if used is None
-            else used.engine.costs.tokens_of(batch)
-        )
-        batches.append((workloads.numpy(), tokens))
+    batches, counts_operations = _read_batches(target, used, operations, num_batches)
     task, of_what = describe_task(target.task), OF_LAYERS
     if isinstance(target, Recipe) and not counts_operations:
         task = f"workloads of shuffler {target.config.shuffler_type!r}"
         of_what = f"in the {task}"
     if calibrated is not None:
         of_what = "of a whole step, by the calibration"
-    groups = "Rows are planned without the shuffler's groups (get_groups): training keeps them together and gains less."
     # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
     draws_per_rank = getattr(target, "draws_per_rank", False)
-
-    def load(num_ranks: int, steps: int) -> LoadedRows:
-        some = batches[: num_ranks * steps]
-        sizes = [len(workloads) for workloads, _ in some]
-        step = np.repeat(np.arange(len(some)) // num_ranks, sizes)
-        if draws_per_rank:
-            rank = np.repeat(np.arange(len(some)) % num_ranks, sizes)
-        else:
-            rank = (np.arange(len(step)) - np.searchsorted(step, step)) % num_ranks
-        workloads, tokens = (np.concatenate(columns) for columns in zip(*some))
-        return LoadedRows(workloads, tokens, step, rank, num_ranks)
-
     no_rows = np.empty(0, np.int64)
-    costs, tokens = (np.concatenate([no_rows, *columns]) for columns in zip((no_rows, no_rows), *batches))
+    costs, tokens = (np.concatenate(columns) for columns in zip((no_rows, no_rows), *batches))
     return Source(
         name=str(config),
-        load=load,
+        load=functools.partial(_rows_of_ranks, batches, draws_per_rank),
         num_rows=len(tokens) if len(batches) < num_batches else None,
         batch_size=target.batch_size,
         tokens=tokens,
@@ -158,8 +133,53 @@ def read_config_rows(
         plan_options=shuffler.plan_arguments(),
         flags=lambda window: " ".join([*flags, *_instead(target, window)]),
         options=_in_python(shuffler),
-        notes=(groups,) if used is not None and used.engine.costs.has_groups else (),
+        notes=tuple(_not_simulated(shuffler, used)),
     )
+
+
+def _read_batches(
+    target: CostTarget,
+    used: BaseTaskBalancedBatchShuffler | None,
+    operations: Callable[[Any], torch.Tensor],
+    num_batches: int,
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
+    """Workloads and tokens of the real rows of each batch, as a single rank reads them.
+
+    Also whether the shuffler's workloads are the operations.
+    """
+    batches, counts_operations = [], True
+    first_batches = itertools.islice(target.host_batches(), num_batches)
+    for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
+        if used is None:
+            workloads = operations(batch)
+            tokens = target.task.tokens_and_pairs(*target.row_tokens(batch))[0].numpy()
+        else:  # a shuffler may count fewer tokens than the model has; its cap and the log of the run count them
+            workloads, tokens = used.engine.costs.workloads_of(batch), used.engine.costs.tokens_of(batch)
+            counts_operations &= torch.equal(workloads, operations(batch))
+        batches.append((workloads.numpy(), tokens))
+    return batches, counts_operations
+
+
+def _rows_of_ranks(
+    batches: Sequence[tuple[np.ndarray, np.ndarray]], draws_per_rank: bool, num_ranks: int, steps: int
+) -> LoadedRows:
+    """The rows of the first steps of `num_ranks` ranks, which draw batches of their own or share those of a file."""
+    some = batches[: num_ranks * steps]
+    sizes = [len(workloads) for workloads, _ in some]
+    step = np.repeat(np.arange(len(some)) // num_ranks, sizes)
+    if draws_per_rank:
+        rank = np.repeat(np.arange(len(some)) % num_ranks, sizes)
+    else:
+        rank = (np.arange(len(step)) - np.searchsorted(step, step)) % num_ranks
+    workloads, tokens = (np.concatenate(columns) for columns in zip(*some))
+    return LoadedRows(workloads, tokens, step, rank, num_ranks)
+
+
+def _not_simulated(shuffler: ShufflerOptions, used: BaseTaskBalancedBatchShuffler | None) -> Iterator[str]:
+    if used is not None and used.engine.costs.has_groups:
+        yield "Plans are without the shuffler's groups (get_groups): training keeps them together, and gains less."
+    if shuffler.speeds == "measured":
+        yield 'Plans are for equally fast ranks: with speeds="measured", training gives slow ranks less work.'
 
 
 def _operations(target: CostTarget, calibrated: CalibratedTask | None) -> Callable[[Any], torch.Tensor]:

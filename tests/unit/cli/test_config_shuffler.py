@@ -34,6 +34,8 @@ def test_rows_cost_what_a_shuffler_of_ones_own_says(tmp_path, asked, monkeypatch
     assert grouped["advice"] == answer["advice"]
     (note,) = set(grouped["notes"]) - set(answer["notes"])
     assert "without the shuffler's groups (get_groups)" in note
+    (note,) = read_config_rows(config, None, ShufflerOptions(speeds="measured"), (2,), 1).notes[1:]
+    assert 'equally fast ranks: with speeds="measured"' in note
     # A shuffler that moves no row has no costs of its own.
     config.write_text('shuffler_type = "identity"\n' + CONFIG.format(candidates=3))
     assert read_config_rows(config, None, ShufflerOptions(), (2,), 1).task.startswith("hstu, hidden 32")
