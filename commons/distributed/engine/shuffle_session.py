@@ -255,7 +255,7 @@ class ShuffleSession:
         """Compare settings and schemas of all ranks; the layout of their batches, or None if no rank has a batch."""
         counted = counted_keys(local[0].schema, self._token_features) if local[0].schema else _NO_WORDS
         own, _ = capture_error(lambda: [each.table(counted) for each in local])  # `_gather` raises their error
-        schema, most_words = agree_on_schema(self.channel, step, self._settings, local, sum(map(len, own or ())))
+        schema, most_words = agree_on_schema(self.channel, step, self._settings, local, own or ())
         self._capacity = most_words + most_words // 4
         if schema is None:
             return None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
@@ -14,7 +17,10 @@ from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
 from commons.version import __version__
 
+logger = logging.getLogger(__name__)
 S = TypeVar("S")
+# Batches with fewer different costs may be alike by chance.
+_TELLING_COSTS = 8
 
 
 class SchemasDifferError(ValueError):
@@ -26,12 +32,13 @@ def agree_on_schema(
     step: int,
     settings: dict[str, Any],
     local: Sequence[LocalRows],
-    words: int,
+    tables: Sequence[np.ndarray],
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
     The JSON values of `settings` must be equal on all ranks; versions are added to them. This rank's batches are
-    `local`, see `ShuffleSession.prepare`, and have so many `words` of packed rows.
+    `local`, see `ShuffleSession.prepare`, and `tables` are their packed rows. Ranks that have read the same rows are
+    logged once.
 
     Returns:
         The schema, or None if no rank has a batch; and the largest number of words of any rank.
@@ -47,7 +54,10 @@ def agree_on_schema(
     text, problem = capture_error(lambda: "" if own is None else own.text)
     error = next((each.error for each in local if each.error is not None), None) or problem
     options = None if error else settings | {"versions": versions}
-    most_words = int(channel.agree("shuffle", options, error, [words], step, CALL_NUMBERS).max())
+    numbers = [sum(map(len, tables)), _digest_of(local, tables)]
+    words, digests = channel.agree("shuffle", options, error, numbers, step, CALL_NUMBERS).T
+    most_words = int(words.max())
+    _warn_of_same_rows(channel, digests)
     texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}
     if not texts:
         return None, 0
@@ -65,6 +75,27 @@ def agree_on_schema(
     _, error = capture_error(schema.empty_batch)  # also fails where the type is not imported
     channel.agree("agreement on the batch type", {}, error, step=step)
     return schema, most_words
+
+
+def _digest_of(local: Sequence[LocalRows], tables: Sequence[np.ndarray]) -> int:
+    """A positive digest of the packed rows of a rank; 0 if they do not tell ranks apart."""
+    costs = {cost for each, table in zip(local, tables) if len(table) for cost in np.asarray(each.workloads).tolist()}
+    if len(costs) < _TELLING_COSTS:
+        return 0
+    digest = hashlib.blake2b(b"".join(table.tobytes() for table in tables), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _warn_of_same_rows(channel: ControlChannel, digests: np.ndarray) -> None:
+    values, counts = np.unique(digests[digests > 0], return_counts=True)
+    if channel.rank == 0 and counts.max(initial=0) > 1:
+        alike = np.flatnonzero(digests == values[counts.argmax()]).tolist()
+        logger.warning(
+            "ranks %s have read the same rows, by the costs and lengths of their first batch, so that each row is "
+            "trained several times; ranks that share a global batch read different rows: give each rank its own, such "
+            "as by torch's DistributedSampler, or pass the data-parallel group as pg_group if these ranks are peers",
+            [channel.names[rank] for rank in alike],
+        )
 
 
 def find_difference(batches: Mapping[int, S], differences: Callable[[S, S], Sequence[str]]) -> tuple[str, S] | None:

@@ -28,9 +28,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan, ShufflePlanner
 from commons.pipeline import windowed_iter
 from commons.sequence_batch.schema import BatchSchema
-from tests.helpers.batches.random_batches import RichBatch
+from tests.helpers.batches.random_batches import RichBatch, random_batch
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.ranks.faults import error_of, on_rank
+from tests.helpers.ranks.faults import error_of, logged, on_rank
 from tests.helpers.ranks.on_ranks import of_all, on, on_four_ranks, on_ranks, on_two_ranks
 
 # Far beyond the pools' own limit: a rank that waits for another one fails its test.
@@ -372,6 +372,18 @@ def _told(mistakes):
     texts = ["" if each is None else json.dumps(describe_error(each)) for each in mistakes]
     with mock.patch.object(errors, "gather_strings", lambda text, gather: texts):
         return error_of(errors.raise_on_all, None, range(len(mistakes)), np.asarray)
+
+
+@pytest.mark.parametrize("window", [False, True])
+@on_ranks
+def test_ranks_that_read_the_same_rows_are_logged_once(window):
+    """As without a DistributedSampler; not batches that may be alike by chance."""
+    rank, ranks = dist.get_rank(), [*range(dist.get_world_size())]
+    for seeds, rows, alike in (([0] * 4, 16, ranks), ([1, 2, 0, 0], 16, ranks[2:]), ([0] * 4, 2, [])):
+        batches = [random_batch(10 * step + seeds[rank], rows, max_length=60) for step in range(2)]
+        with closing(SquareShuffler()) as shuffler, logged() as texts:
+            list(windowed_iter(iter(batches), shuffler, 2) if window else map(shuffler.shuffle, batches))
+        assert [text.split(" have")[0] for text in texts] == [f"ranks {alike}"] * bool(alike and rank == 0)
 
 
 def test_the_same_mistake_of_many_ranks_is_told_once():
