@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from commons.checks import kind_of
 from commons.datasets.samplers.epoch import EPOCH_START, Place
 from commons.datasets.samplers.planned import PlannedSampler
+from commons.integrations.one_plan import require_one_plan
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class BalancedBatches(Callback):
 
     Raises:
         TypeError: the sampler cannot resume within an epoch.
-        ValueError: when training begins: the loader has another sampler, or the sampler is for another rank or another
-            number of rows.
+        ValueError: when training begins: the loader has another sampler, or the sampler is for another rank, another
+            number of rows, or has another plan on another rank, such as of another seed.
     """
 
     def __init__(self, sampler: PlannedSampler) -> None:
@@ -52,9 +53,13 @@ class BalancedBatches(Callback):
             self._begin(self._epoch_of(trainer), EPOCH_START)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the loader uses the sampler, and that the sampler is for this rank and this data set."""
+        """Check on all ranks that the loader uses the sampler, and that the samplers have one plan."""
         _skip_to_validation(trainer)
         self._place()  # a loader with workers has drawn the epoch; Lightning may make it anew (reload_dataloaders_…)
+        require_one_plan("BalancedBatches", lambda: self._fitting(trainer))
+
+    def _fitting(self, trainer: Trainer) -> PlannedSampler:
+        """The sampler; ValueError unless the loader uses it, and it is for this rank and this data set."""
         loader = trainer.train_dataloader
         if getattr(loader, "batch_sampler", None) is not self._sampler:
             raise ValueError(
@@ -70,6 +75,7 @@ class BalancedBatches(Callback):
                 "number of ranks"
             )
         self._sampler.require_fits(loader.dataset)
+        return self._sampler
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue within the epoch of a checkpoint, or begin an epoch."""

@@ -23,6 +23,7 @@ from commons.console import progress_bar
 from commons.datasets import BalancedBatchSampler
 from commons.datasets.samplers.epoch import EPOCH_START
 from commons.integrations.model_cost import Cost, model_cost
+from commons.integrations.one_plan import require_one_plan
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner import as_int64_workloads
 
@@ -55,8 +56,8 @@ def balanced(
     Raises:
         TypeError, ValueError: when training begins, before its first step: a data set without a length, lengths that
             are missing or differ from the rows, a `cost` that does not return a workload per row, a model whose cost
-            is unknown, a loss that is not divided by the number of items on all ranks, a checkpoint whose run trained
-            other rows than this one skips.
+            is unknown, a loss that is not divided by the number of items on all ranks, ranks with different lengths or
+            seeds, a checkpoint whose run trained other rows than this one skips.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer: make one first")
@@ -76,13 +77,14 @@ def balanced(
 
 
 class _TrainedRows(TrainerCallback):
-    """Compares the rows that a checkpoint's run trained with those that a resumed run skips.
+    """Compares the plans of ranks, and the rows that a checkpoint's run trained with those that a resumed run skips.
 
     The Trainer skips as many steps as were trained; in a plan for other ranks or settings, these have other rows.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise ValueError if rows would be lost or trained twice."""
+        require_one_plan("balanced", lambda: kwargs["train_dataloader"].batch_sampler)
         if args.ignore_data_skip or not state.global_step:
             return
         skipped = _trained(kwargs["train_dataloader"].batch_sampler, args, state)

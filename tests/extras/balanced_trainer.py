@@ -6,6 +6,7 @@ Started by torchrun: `python -m torch.distributed.run … -m tests.extras.balanc
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -152,6 +153,7 @@ def main(folder: Path) -> None:
             error_of(train, folder, "refused", balance={"lengths": wrong}),
             error_of(train, folder, "refused", balance={"lengths": [1]}),
             error_of(train, folder, "refused", args={"average_tokens_across_devices": False}),
+            error_of(train, folder, "refused", args={"data_seed": int(os.environ["RANK"])}),
         ],
     }
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

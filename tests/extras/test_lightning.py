@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -114,10 +115,11 @@ def test_an_epoch_that_ended_with_a_validation_has_ended_for_another_plan_too(li
         assert rows == Counter(dict.fromkeys(range(NUM_ROWS), EPOCHS - epochs) if epochs < EPOCHS else {})
 
 
-def test_a_sampler_of_another_rank_is_refused(of_ranks):
-    for rank, answer in enumerate(of_ranks):
-        assert answer["refused"].startswith(f"the sampler is for rank {1 - rank} of 2, this is data-parallel rank")
-        assert "\n" not in answer["refused"]
+def test_a_sampler_of_another_rank_or_seed_is_refused_on_all_ranks(of_ranks):
+    for answer in of_ranks:
+        of_rank, of_seed = answer["refused"]
+        assert re.match("ValueError: rank 0: the sampler is for rank 1 of 2, .*; rank 1: the sampler is for", of_rank)
+        assert of_seed.startswith("ValueError: seed is 0 on rank 0 and 1 on rank 1 in BalancedBatches; all ranks pass")
 
 
 def test_tensor_parallel_peers_train_the_same_rows(of_ranks, lightning):

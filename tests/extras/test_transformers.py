@@ -301,6 +301,7 @@ def test_bad_input_ends_before_the_first_step(of_ranks):
         "tokens, its length is given as",
         "ValueError: lengths has 1 entries, there are 90 rows",
         "ValueError: average_tokens_across_devices is False; micro-batches of",
+        "ValueError: seed is 0 on rank 0 and 1 on rank 1 in balanced; all ranks pass the same",
     ]
     for rank in of_ranks:
         assert len(rank["refused"]) == len(expected)
