@@ -164,7 +164,9 @@ class MicroBatches(Sequence[B]):
         return torch.argsort(self.forward_indices)
 
     def restore(self, results: Iterable[R]) -> R:
-        """Concatenate the results of all micro-batches, in the order of the batch's rows.
+        """Concatenate the results of all micro-batches, in the order of the rows of `batch`.
+
+        After packing with joint=True these are rows of any ranks: `send_home` returns the results of the rank's own.
 
         Args:
             results: for each micro-batch a tensor, or any other batch without padding, with one row per row.

@@ -172,7 +172,7 @@ def count_loss_tokens(
         int64 `(rows,)`.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or labels of a mask's dtype, bool or floating-point.
         TypeError: labels or a mask that are no tensor.
 
     Examples:
@@ -189,6 +189,11 @@ def count_loss_tokens(
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, attention_mask has shape {tuple(tokens.shape)}; both are (rows, "
             "width): make them equal"
+        )
+    if labels.dtype == torch.bool or labels.is_floating_point():
+        raise ValueError(
+            f"labels have dtype {labels.dtype}; labels are token ids, and {ignore_index} where the loss ignores "
+            "them: pass these, or count the terms of a loss mask by its sum over each row"
         )
     follows = tokens.cumsum(1) > 1
     return (tokens & follows & (labels != ignore_index)).sum(1)
