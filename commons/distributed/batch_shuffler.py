@@ -221,7 +221,7 @@ class BaseTaskBalancedBatchShuffler(ABC):
             TypeError: stats that are not a ShuffleStats.
         """
         if not isinstance(milliseconds, numbers.Real):
-            raise ValueError(f"milliseconds is {milliseconds!r}; it must be a number: correct it")
+            raise ValueError(f"milliseconds is {kind_of(milliseconds)}; it must be a number: pass it before the stats")
         if not isinstance(stats, (ShuffleStats, type(None))):
             raise TypeError(f"stats is {kind_of(stats)}; they are a ShuffleStats: pass last_stats, without to_dict()")
         if stats is not None:

@@ -318,7 +318,7 @@ def test_a_time_is_of_the_group_of_its_shuffle():
         no_number = error_of(shuffler.report_step_time, "1.0", shuffler.last_stats, own)
         no_stats = error_of(shuffler.report_step_time, 1.0, shuffler.last_stats.to_dict(), own)
     assert said.startswith("ValueError: the stats have the loads of 1 ranks, and pg_group has 2 ranks; ")
-    assert no_number.startswith("ValueError: milliseconds is '1.0'; it must be a number")
+    assert no_number.startswith("ValueError: milliseconds is a str; it must be a number")
     assert no_stats.startswith("TypeError: stats is a dict; they are a ShuffleStats: ")
 
 
