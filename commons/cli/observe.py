@@ -42,6 +42,10 @@ _OF_BALANCED = (
     "evenrank has balanced {} of these steps already: rows are as they were loaded, gains are those over a run without "
     "balancing, and step times are not used."
 )
+_OF_SAME_ROWS = (
+    "Some ranks have rows of the same lengths in every step, as if they read the same rows, each of which is then "
+    "trained several times: give each rank its own rows, such as by torch's DistributedSampler."
+)
 
 
 @dataclass
@@ -189,6 +193,9 @@ def _report(options: Observe, patience: float) -> int:
         notes = [note] if cost is None else [note, _lost(rows, seconds, cost)]
         if rows.num_steps >= _MOST_STEPS:
             notes.append(f"Only the first {_MOST_STEPS:,} steps of a run are recorded.")
+        read = [(rank["rows"].tobytes(), rank["lengths"].tobytes()) for rank in ranks if len(rank["lengths"])]
+        if len(set(read)) < len(read) and len(np.unique(rows.tokens)) >= 8:  # fewer may be equal by chance
+            notes.append(_OF_SAME_ROWS)
         options.of_output.give(answer_of(Simulation(source, (comparison,), tuple(notes))))
     except (ValueError, OSError) as error:
         print_error(str(error))

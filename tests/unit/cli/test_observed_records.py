@@ -77,6 +77,16 @@ def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_h
     assert note.startswith("0 steps have times") and note in read_page(tmp_path / "o.html")[1]
 
 
+@pytest.mark.parametrize(("seeds", "is_noted"), [((0, 1), False), ((1, 0, 0), True), ((0, None, None), False)])
+def test_ranks_that_read_the_same_rows_are_noted(tmp_path, capsys, seeds, is_noted):
+    """Their loads are even, whatever the rows are."""
+    steps = [[] if seed is None else np.random.default_rng(seed).integers(1, 99, (4, 5)).tolist() for seed in seeds]
+    record_ranks(tmp_path, steps)
+    assert main(["--report", "--folder", str(tmp_path), "--window", "2", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("as if they read the same rows" in note for note in notes) == is_noted
+
+
 def test_the_time_that_uneven_ranks_cost_is_found_in_the_recorded_times(tmp_path, capsys):
     """A step takes 5 ms and 0.02 ms per token of the fullest rank; one rank measures more than the other."""
     tokens = np.random.default_rng(0).integers(50, 1000, (2, 30))
