@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import commons.dispatch.redistribute as redistribute_module
 from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
+from commons.perf_model.shuffle_plan import ShufflePlan
 from tests.helpers.batches.any_batches import dense
 from tests.helpers.batches.square_shuffler import SquareShuffler, closing, my_batch
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, on_rank
 from tests.helpers.ranks.on_ranks import on
 
 ONE_TO_THREE = {"batch": {"a": dense([1, 2, 3]), "meta": "same"}, "workloads": [1, 2, 30]}
@@ -271,6 +275,18 @@ def test_every_pair_of_calls():
             "correct the program"
         )
         assert moved.num_moved and torch.equal(moved.send_home(moved.batch)["a"], rows)
+
+
+@on("two_ranks", timeout=120)
+def test_ranks_with_another_plan_are_refused_before_rows_move():
+    """As of another release; every rank sent its rows by its own plan, with the indices of other rows."""
+    for right in (redistribute, pack_jointly):
+        with on_rank(1, mock.patch.object(ShufflePlan, "digest", return_value=7)):
+            error = error_of(right)
+        assert re.match(r"ValueError: plans differ: rank 0 has {'digest': \d+}, rank 1 has {'digest': 7} in ", error)
+        with on_rank(0, mock.patch.object(redistribute_module, "SOURCES", "another")):
+            assert "rank 0 has {'planner': 'another'}, rank 1" in error_of(right)
+        right()
 
 
 @on("own_two_ranks", timeout=120)
