@@ -32,6 +32,10 @@ _PREFIX, _UNFINISHED = "step_", ".tmp"
 _BLOCK_BYTES = 1 << 20
 
 
+class DamagedError(ValueError):
+    """A checkpoint that is not whole; one of another version may be."""
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Path of the checkpoint of a step."""
     return folder / f"{_PREFIX}{step:08d}"
@@ -140,7 +144,8 @@ def read_state(path: Path) -> dict[str, Any]:
     The caller compares the files' digests with `state["digests"]`.
 
     Raises:
-        ValueError: the checkpoint is damaged, or of another version.
+        DamagedError: the checkpoint is damaged.
+        ValueError: it is of another version.
     """
     try:
         text = (path / STATE_FILE).read_text(encoding="utf-8")
@@ -149,7 +154,7 @@ def read_state(path: Path) -> dict[str, Any]:
         if text != state_text(state):
             raise ValueError("its content has another digest")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
+        raise DamagedError(f"{path} is damaged ({STATE_FILE}: {error}): load another checkpoint") from None
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has version {version}; this evenrank reads version {FORMAT_VERSION}: load it with the version "
@@ -157,7 +162,7 @@ def read_state(path: Path) -> dict[str, Any]:
         )
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        raise ValueError(f"{path} is damaged ({missing[0]} is missing): load another checkpoint")
+        raise DamagedError(f"{path} is damaged ({missing[0]} is missing): load another checkpoint")
     return state
 
 
@@ -180,7 +185,7 @@ def latest_whole(folder: Path, damaged: list[Path]) -> Path:
 
     Raises:
         FileNotFoundError: the folder has no checkpoint, or does not exist.
-        ValueError: all checkpoints are damaged.
+        ValueError: all checkpoints are damaged, or the latest whole one is of another version.
     """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
@@ -194,7 +199,7 @@ def latest_whole(folder: Path, damaged: list[Path]) -> Path:
             continue
         try:
             read_state(path)
-        except ValueError as error:
+        except DamagedError as error:
             damaged.append(path)
             warn_of_damage(error)
         else:
@@ -251,7 +256,7 @@ def require_none_after(folder: Path, step: int, damaged: Container[Path], what: 
             continue
         try:
             read_state(path)
-        except ValueError:  # damaged
+        except DamagedError:
             continue
         raise ValueError(
             f"ckpt_save_dir {folder} contains {path.name}, and this run {what}; a folder has the checkpoints of one "

@@ -117,11 +117,14 @@ def test_a_file_that_another_rank_wrote_elsewhere(tmp_path):
     assert steps(tmp_path) == []
 
 
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+@pytest.mark.parametrize("use", [lambda folder: latest_whole(folder, []), lambda folder: claim(folder, 1)])
+def test_a_checkpoint_of_another_version_is_refused(tmp_path, use):
+    """It was passed over like a damaged one, and the run from the checkpoint before it overwrote it."""
+    save(tmp_path, 1)
     path = save(tmp_path, 2)
     (path / "state.json").write_text(state_text(read_state(path) | {"version": 2}))
     with pytest.raises(ValueError, match="step_00000002 has version 2; this evenrank reads version 1: load it with "):
-        read_state(path)
+        use(tmp_path)
 
 
 @pytest.mark.parametrize(
