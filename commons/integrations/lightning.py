@@ -128,8 +128,8 @@ class BalancedBatches(Callback):
             return
         if state["steps"] and trainer.state.fn == "fit" and self._sampler.identity()["rank"] == 0:
             logger.warning(
-                "the checkpoint was saved %d steps into a window that was planned for other ranks or settings: the "
-                "window is read again, and %d rows are trained a second time",
+                "the checkpoint was saved %d steps into a window that was planned by another release, or for other "
+                "ranks or settings: the window is read again, and %d rows are trained a second time",
                 state["steps"],
                 state["window_rows"],
             )

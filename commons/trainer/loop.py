@@ -195,8 +195,9 @@ class TrainingLoop:
             return Place(progress.rows_in_epoch, progress.window_steps), ""
         self._progress = replace(progress, window_steps=0, window_rows=0)
         return Place(progress.rows_in_epoch), (
-            f"the checkpoint was saved {progress.window_steps} steps into a window that was planned for other ranks, "
-            f"settings or speeds: the window is read again, and {progress.window_rows} rows are trained a second time"
+            f"the checkpoint was saved {progress.window_steps} steps into a window that was planned by another "
+            "release, or for other ranks, settings or speeds: the window is read again, and "
+            f"{progress.window_rows} rows are trained a second time"
         )
 
     def _train(self, start: Place) -> int:
