@@ -105,7 +105,8 @@ def sbatch(tmp_path):
     """Runs the script as a job of one machine."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    texts = {"srun": SRUN, "scontrol": '#!/bin/sh\necho "$3"\n', "torchrun": '#!/bin/sh\nprintf "%s\\n" "$@"\n'}
+    many_hosts = '#!/bin/sh\necho "$3"\nexec seq 100000\n'  # more than a pipe holds
+    texts = {"srun": SRUN, "scontrol": many_hosts, "torchrun": '#!/bin/sh\nprintf "%s\\n" "$@"\n'}
     for name, text in texts.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
