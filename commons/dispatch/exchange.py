@@ -41,7 +41,6 @@ class DispatchChannel(ControlChannel):
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float, *, moves_rows: bool = True) -> None:
         super().__init__(group, timeout, moves_rows=moves_rows, pairwise=True)
-        self.names = range(self.world_size)  # ranks of the group, as in `src`
         self.step = 0  # number of the call, equal on all ranks
 
     def begin(self, call: str, options: dict[str, Any] | None, error: Exception | None, number: int = 0) -> list[int]:

@@ -126,7 +126,7 @@ def gather_rows(channel: DispatchChannel, own: OwnRows, rows_per_rank: np.ndarra
     gathered = channel.gather(message, channel.step, "gather of workloads")
     alike = (gathered[:, 0] == gathered[0, 0]).all()
     texts = [text] if alike else channel.gather_text(text, channel.step)
-    received = {rank: json.loads(each) for rank, each in enumerate(texts) if each}
+    received = {rank: json.loads(each) for rank, each in zip(channel.members, texts) if each}
     described = {rank: (schema, devices, given) for rank, (schema, devices, given, *_) in received.items()}
     # Ranks with rows first, because only their descriptions list the given columns.
     described = dict(sorted(described.items(), key=lambda each: not each[1][2]))

@@ -85,7 +85,7 @@ class BalancedShare(Trimmed, Generic[B]):
         with closing(DispatchChannel(source.group, source.timeout)) as channel:
 
             def more() -> tuple[Rows[Any], Split] | None:
-                _require_role({"batch": batch}, {}, channel.rank, source.rank)
+                _require_role({"batch": batch}, {}, channel, source.rank)
                 if self._split is None:
                     return None
                 rows, split = Rows.of(batch), self._split
@@ -196,7 +196,7 @@ def scatter_balanced(
     with closing(DispatchChannel(group, timeout)) as channel:
 
         def source_rows() -> tuple[Rows[Any], Split] | None:
-            _require_role({"batch": batch, "workloads": workloads}, {"groups": groups}, channel.rank, src)
+            _require_role({"batch": batch, "workloads": workloads}, {"groups": groups}, channel, src)
             if channel.rank != src:
                 return None
             rows = Rows.of(batch)
@@ -232,7 +232,7 @@ def scatter_rows(
     @cache
     def padding() -> Padding:
         assert rows is not None  # noqa: S101  only the source calls it
-        return Padding.of({source.rank: padding_of(rows, trims, find_windows(rows, trims))})
+        return Padding.of({channel.members[source.rank]: padding_of(rows, trims, find_windows(rows, trims))})
 
     def share_of(rank: int) -> Piece:
         assert rows is not None and split is not None  # noqa: S101  only the source calls it
@@ -270,16 +270,16 @@ def check_options(
     return options | flags | {"trim": [repr(each) for each in trims]}, trims
 
 
-def _require_role(data: dict[str, Any], extra: dict[str, Any], rank: int, src: int) -> None:
+def _require_role(data: dict[str, Any], extra: dict[str, Any], channel: DispatchChannel, src: int) -> None:
     """Raise ValueError unless the source, and no other rank, has data."""
     given = [name for name, value in (data | extra).items() if value is not None]
-    if rank != src and given:
+    if channel.rank != src and given:
         raise ValueError(
-            f"this rank passes {' and '.join(given)}, the source is rank {src}; only the source has data: pass None "
-            "on the other ranks, or use redistribute_balanced if all ranks have rows"
+            f"this rank passes {' and '.join(given)}, the source is rank {channel.members[src]}; only the source has "
+            "data: pass None on the other ranks, or use redistribute_balanced if all ranks have rows"
         )
     missing = [name for name, value in data.items() if value is None]
-    if rank == src and missing:
+    if channel.rank == src and missing:
         raise ValueError(
             f"this rank is the source and passes no {' and no '.join(missing)}; the source has all data: pass it "
             "there, or name another src"

@@ -165,8 +165,8 @@ class SingleRankLoader(Iterable[Any]):
     def _own_loader(self) -> Any:
         if self.loader is None:
             raise TypeError(
-                f"rank {self._channel.rank} has no loader; len(), dataset and sampler need one: pass the loader on all "
-                "ranks, only the source reads it"
+                f"rank {self._channel.members[self._channel.rank]} has no loader; len(), dataset and sampler need one: "
+                "pass the loader on all ranks, only the source reads it"
             )
         return self.loader
 

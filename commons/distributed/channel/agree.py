@@ -63,7 +63,6 @@ class ControlChannel(NamedCollectives):
     Attributes:
         rank: this process' rank in the group.
         world_size: ranks in the group.
-        names: number of each rank in messages: its global rank.
     """
 
     remedy = "every rank must call the shuffler for every step: see the log there, or raise ShufflerOptions.timeout"
@@ -82,7 +81,6 @@ class ControlChannel(NamedCollectives):
         self._given, self._timeout, self._process = group, timeout, os.getpid()
         self._groups: GroupPair | None = None
         self._groups_of_main: GroupPair | None = None
-        self.names: Sequence[int] = self.members
         if self.world_size > 1:
             assert group is not None  # noqa: S101  there are several ranks
             self._barrier = barrier = StoreBarrier(self.failed.key, self.world_size, timeout)
@@ -189,10 +187,10 @@ class ControlChannel(NamedCollectives):
             # Different options are reported first: they are often the reason for a rank's error.
             if (table[:, 1] != digest).any() and not (states == _OPTIONS_UNKNOWN).any():
                 calls = self.gather_text(text, step, on_main=on_main)
-                raise_first_difference([json.loads(each) for each in calls], self.names)
+                raise_first_difference([json.loads(each) for each in calls], self.members)
             if states.any():
                 gather = functools.partial(self.gather, step=step, what="gather of errors", on_main=on_main)
-                raise_on_all(error, self.names, gather)
+                raise_on_all(error, self.members, gather)
         return table[:, 2:last]
 
     def gather(self, values: np.ndarray, step: int, what: str = "gather", *, on_main: bool = False) -> np.ndarray:

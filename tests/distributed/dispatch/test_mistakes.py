@@ -254,6 +254,25 @@ def calls_of(moved, share):
     }
 
 
+@on("four_ranks", timeout=120)
+def test_a_subgroup_s_errors_name_global_ranks():
+    """As the shuffler's do: with tensor parallelism every data-parallel group is a subgroup."""
+    group, rank = dist.new_group([1, 3]), dist.get_rank()
+    if rank not in (1, 3):
+        return
+    wrong = {"workloads": [-1, 2, 3] if rank == 3 else [1, 2, 3], "group": group}
+    padded = {"a": torch.full((3, 4), rank), "mask": torch.tensor([[1] * rank + [0] * (4 - rank)] * 3)}
+    role = ({"a": torch.arange(4)}, None if rank == 3 else [1] * 4)
+    for error, said in (
+        (error_of(redistribute, **wrong), "ValueError: rank 3: workloads[0] is -1;"),
+        (error_of(pack_jointly, lengths=[[1] * 3] * 4, **wrong), "rank 3: workloads[0] is -1;"),
+        (error_of(redistribute, batch={"a": dense([1, 2, 3]), "meta": rank}, group=group), "ranks 1 and 3 differ"),
+        (error_of(redistribute, batch=padded, trim=Trim("mask"), group=group), "rows on ranks 1 and 3; "),
+        (error_of(scatter_balanced, *role, group=group), "rank 3: this rank passes batch, the source is rank 1; "),
+    ):
+        assert said in error
+
+
 # Where calls differ in an option alone, the message names the option.
 PAIRS = [
     pair for pair in itertools.combinations(calls_of(None, None), 2) if len({name.split(",")[0] for name in pair}) == 2
