@@ -31,7 +31,7 @@ from commons.dispatch.own_rows import OwnRows, gather_rows
 from commons.dispatch.redistribute import Routes, carry_out
 from commons.dispatch.trim import Trim, as_trims
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
-from commons.distributed.errors import capture_error
+from commons.distributed.errors import capture_error, listed
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, tokens_of
 from commons.micro_batching.joint_plan import plan_jointly
 from commons.micro_batching.micro_batches import MicroBatches, RowColumns
@@ -282,7 +282,7 @@ def _require_blocks(needs: list[_Needs], members: Sequence[int]) -> None:
     ]
     raise ValueError(
         f"rank {members[largest]} needs {number} micro-batches for its {needs[largest].rows} rows, "
-        f"{', '.join(short)}; all ranks make the same number and none is empty: spread the rows evenly over the "
+        f"{listed(short)}; all ranks make the same number and none is empty: spread the rows evenly over the "
         "ranks (commons.dispatch.redistribute_balanced), raise max_tokens_per_mb or lower n_mbs and n_mbs_divisor"
     )
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from commons.micro_batching import MicroBatchSpec, block_packing, pack_micro_batches, packing_metrics
 from commons.micro_batching.block_packing import BlockPacking, RowBlocks, budget_of
 from commons.micro_batching.fewest_groups import groups_of
+from commons.micro_batching.packing import _Needs, _require_blocks
 from tests.helpers.batches.any_batches import concat_rows, padded_batch
 
 ALGORITHMS = ("ffd", "kk", "refined")
@@ -230,6 +231,12 @@ def test_arguments_that_do_not_match(changes, message):
     fine = {"batch": {"id": torch.arange(3)}, "spec": MicroBatchSpec(), "lengths": [1, 2, 3]}
     with pytest.raises(TypeError if "spec is a dict" in message else ValueError, match=message):
         pack_micro_batches(**fine | changes)
+
+
+def test_many_ranks_with_too_few_rows_are_one_short_line():
+    needs = [_Needs(8, 8, 4, 0), *[_Needs(1, 1, 1, 0)] * 40]
+    with pytest.raises(ValueError, match="rank 15 has 1 rows, rank 16 has 1 rows and 24 more; all ranks make"):
+        _require_blocks(needs, range(41))
 
 
 def test_results_that_do_not_match():
