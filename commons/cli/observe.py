@@ -43,8 +43,8 @@ _OF_BALANCED = (
     "balancing, and step times are not used."
 )
 _OF_SAME_ROWS = (
-    "Some ranks have rows of the same lengths in every step. Unless they are tensor-parallel peers, each row is trained "
-    "several times: give each rank its own rows, such as by torch's DistributedSampler."
+    "Some ranks have rows of the same lengths in every step. Unless they are tensor-parallel peers, their rows are "
+    "trained several times: give each rank its own rows, such as by torch's DistributedSampler."
 )
 
 

@@ -51,8 +51,8 @@ class Peers:
         if other:
             first, second = ([each for each in row if each >= 0] for row in table[[0, other], 1:].tolist())
             raise RuntimeError(
-                f"before step {step} rank {channel.names[0]} has planned steps {first}, and rank "
-                f"{channel.names[other]} {second}; model-parallel peers train the same batches, and a step has "
+                f"before step {step} rank {channel.members[0]} has planned steps {first}, and rank "
+                f"{channel.members[other]} {second}; model-parallel peers train the same batches, and a step has "
                 "failed, or the data have ended, in one of their data-parallel groups alone: restart from a "
                 "checkpoint, with the same data on all peers"
             )

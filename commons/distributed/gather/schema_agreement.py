@@ -94,7 +94,7 @@ def _warn_of_same_rows(channel: ControlChannel, digests: np.ndarray) -> None:
             "ranks %s have read the same rows, by the costs and lengths of their first batch, so that each row is "
             "trained several times; ranks that share a global batch read different rows: give each rank its own, such "
             "as by torch's DistributedSampler, or pass the data-parallel group as pg_group if these ranks are peers",
-            [channel.names[rank] for rank in alike],
+            [channel.members[rank] for rank in alike],
         )
 
 
