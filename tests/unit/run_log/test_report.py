@@ -12,7 +12,7 @@ from commons.cli.report import answer_of
 from commons.run_log.advice import advice_of, verdict_on
 from commons.run_log.comparison import compare_runs, median_interval
 from commons.run_log.reading import RunLog
-from commons.run_log.report import RunReport
+from commons.run_log.report import Background, RunReport
 from commons.run_log.step_time import PARTS
 from tests.helpers.jobs.run_logs import (
     AS_LOADED,
@@ -71,8 +71,7 @@ def test_a_balanced_run(tmp_path):
     assert list(time.parts()) == list(PARTS) and sum(time.parts().values()) == pytest.approx(time.total)
     assert time.work == pytest.approx(MS_PER_LOAD * sums("lower_bound", timed) / len(timed))
     assert (time.exchange, time.waiting, time.rest) == pytest.approx((EXCHANGE_MS, WAIT_MS, FIXED_MS))
-    assert (report.background.gather_ms, report.background.hidden) == (lines[1]["gather_ms"], 0.75)
-    assert report.background.exchange_ms is None
+    assert report.background == Background(lines[1]["gather_ms"], report.background.plan_ms, None, 0.75)
     gained = f"{gain.work:.2f}× faster, of {gain.possible:.2f}× possible, and a step {gain.step:.2f}×"
     assert advice_of(report).startswith(f"Balancing makes the slowest rank {gained}")
 
