@@ -133,7 +133,7 @@ class ListedMessages:
     ) -> np.ndarray:
         if error is not None:
             raise error
-        own = np.array([self.most_words] if call == "shuffle" else numbers, dtype=np.int64)
+        own = np.array([self.most_words, 0] if call == "shuffle" else numbers, dtype=np.int64)  # 0: no digest of rows
         if call == "comparison of plans":
             self.compared_bytes = own.nbytes + _HEAD_BYTES
         if call != "gather":
