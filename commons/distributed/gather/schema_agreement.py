@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
-from commons.distributed.errors import capture_error
+from commons.distributed.errors import capture_error, name_ranks
 from commons.distributed.gather.local_rows import LocalRows
 from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
@@ -91,10 +91,10 @@ def _warn_of_same_rows(channel: ControlChannel, digests: np.ndarray) -> None:
     if channel.rank == 0 and counts.max(initial=0) > 1:
         alike = np.flatnonzero(digests == values[counts.argmax()]).tolist()
         logger.warning(
-            "ranks %s have read the same rows, by the costs and lengths of their first batch, so that each row is "
+            "%s have read the same rows, by the costs and lengths of their first batch, so that each row is "
             "trained several times; ranks that share a global batch read different rows: give each rank its own, such "
             "as by torch's DistributedSampler, or pass the data-parallel group as pg_group if these ranks are peers",
-            [channel.members[rank] for rank in alike],
+            name_ranks([channel.members[rank] for rank in alike]),
         )
 
 

@@ -383,7 +383,7 @@ def test_ranks_that_read_the_same_rows_are_logged_once(window):
         batches = [random_batch(10 * step + seeds[rank], rows, max_length=60) for step in range(2)]
         with closing(SquareShuffler()) as shuffler, logged() as texts:
             list(windowed_iter(iter(batches), shuffler, 2) if window else map(shuffler.shuffle, batches))
-        assert [text.split(" have")[0] for text in texts] == [f"ranks {alike}"] * bool(alike and rank == 0)
+        assert [text.split(" have")[0] for text in texts] == [errors.name_ranks(alike)] * bool(alike and rank == 0)
 
 
 def test_the_same_mistake_of_many_ranks_is_told_once():
