@@ -19,7 +19,7 @@ class FieldComments(Extension):
         if attr.docstring is not None or of is None or not of.is_class or attr.lineno is None or of.lineno is None:
             return
         tokens = tokenize.generate_tokens(io.StringIO(attr.source.lstrip()).readline)
-        comment = [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT][-1:]
+        comment = [each.string.split("  # ")[-1].lstrip("# ") for each in tokens if each.type == tokenize.COMMENT][-1:]
         if not comment:
             before = reversed(of.lines[: attr.lineno - of.lineno])
             above = itertools.takewhile(lambda line: line.startswith("#"), map(str.strip, before))

@@ -175,7 +175,7 @@ def test_a_page_that_loads_from_the_network_stops_the_build(hook, tag, stops):
 
 FIELDS = """
 class Plan:
-    loads: list  # of each rank
+    loads: list = None  # type: ignore[assignment]  # of each rank
     # The rank of each row;
     # -1 for padding.
     ranks: list = field(
