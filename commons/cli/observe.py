@@ -193,8 +193,8 @@ def _report(options: Observe, patience: float) -> int:
         notes = [note] if cost is None else [note, _lost(rows, seconds, cost)]
         if rows.num_steps >= _MOST_STEPS:
             notes.append(f"Only the first {_MOST_STEPS:,} steps of a run are recorded.")
-        read = [(rank["rows"].tobytes(), rank["lengths"].tobytes()) for rank in ranks if len(rank["lengths"])]
-        if len(set(read)) < len(read) and len(np.unique(rows.tokens)) >= 8:  # fewer may be equal by chance
+        varied = [rank for rank in ranks if len(np.unique(rank["lengths"])) >= 8]  # others may be equal by chance
+        if len({(rank["rows"].tobytes(), rank["lengths"].tobytes()) for rank in varied}) < len(varied):
             notes.append(_OF_SAME_ROWS)
         options.of_output.give(answer_of(Simulation(source, (comparison,), tuple(notes))))
     except (ValueError, OSError) as error:
