@@ -198,7 +198,7 @@ class LookAhead(Iterator[ShufflingBatch]):
                     self._exhausted = True  # and never False again: another thread may have abandoned this meanwhile
                 else:
                     _require_pipelineable(batch)
-                    batch = copy.copy(batch)  # a loader may fill one batch again and again
+                    batch = copy.copy(batch)  # a loader may return one object again, with other tensors
             except RankMissingError:  # from a source with collectives: do not wait for the missing rank again
                 raise
             except Exception as caught:  # sent to every rank, which raises it instead of waiting for this rank

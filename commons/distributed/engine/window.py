@@ -104,7 +104,7 @@ class WindowReader:
                 f"the batch of a window is on {device}; rows of a window are exchanged on the host: give host batches, "
                 "and let the pipeline copy them"
             )
-        batch = copy.copy(batch)  # a loader may fill one batch again and again
+        batch = copy.copy(batch)  # a loader may return one object again, with other tensors
         local = describe(batch)
         if local.schema is not None and not self._fits:  # the first batch is an estimate of the others
             tensors = local.schema.row_tensors(batch)
