@@ -81,7 +81,7 @@ def test_ranks_with_other_rows_and_steps_are_reported_without_a_last_step_that_h
     ("seeds", "is_noted"), [((0, 1), False), ((1, 0, 0), True), ((0, None, None), False), ((0, 99, 99), False)]
 )
 def test_ranks_that_read_the_same_rows_are_noted(tmp_path, capsys, seeds, is_noted):
-    """Their loads are even, whatever the rows are; rows of one length, as after a cut, may be different rows."""
+    """Equal lengths have even loads, which hide it. Rows that were all cut to one length are not noted."""
     known = {None: [], 99: [[99] * 5] * 4}
     steps = [
         known[seed] if seed in known else np.random.default_rng(seed).integers(1, 99, (4, 5)).tolist() for seed in seeds
