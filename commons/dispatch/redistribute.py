@@ -28,11 +28,9 @@ from commons.dispatch.widen import join_trimmed
 from commons.distributed.errors import capture_error
 from commons.perf_model.loads import imbalance
 from commons.perf_model.partitioner import as_int64_workloads
-from commons.perf_model.partitioner.core import SOURCES
 from commons.perf_model.partitioner.inputs import as_slack
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.rows import Rows
-from commons.version import __version__
 
 B = TypeVar("B")
 R = TypeVar("R")
@@ -258,8 +256,8 @@ def carry_out(
 
     share_sent = float(np.mean(destination != channel.rank)) if len(destination) else 0.0
     size = 0 if own.rows is None else int(own.rows.nbytes * share_sent)
-    # By another plan, such as of another release, rows would meet the indices and results of other rows.
-    options = {"plans": {"digest": plan.digest(), "evenrank": __version__, "planner": SOURCES}}
+    # By another plan, rows would meet the indices and results of other rows.
+    options = {"plans": {"digest": plan.digest()}}
     result, bytes_sent, bytes_received = exchange(channel, call, options, None, piece_for, join, expected_bytes=size)
     assert result is not None  # noqa: S101  every rank has pieces, if only empty ones
     rows, windows = result

@@ -41,10 +41,13 @@ from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.errors import capture_error, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.options import ShufflerOptions, timeout_error
 from commons.distributed.process_group import all_gather_single, resolve_process_group
+from commons.perf_model.partitioner.core import SOURCES
+from commons.version import __version__
 
 # States of a rank that agrees on a call; 0 is no error.
 _FAILED, _OPTIONS_UNKNOWN = 1, 2
-# Least size of the first message of a call, so that ranks that make different calls can still compare them.
+# Least size of the first message of a call, so that ranks that make different calls can still compare them. The first
+# message of a connection keeps its size in every release: ranks of two releases compare their versions.
 CALL_NUMBERS = 4
 
 _CONNECTION = "connection"
@@ -100,10 +103,11 @@ class ControlChannel(NamedCollectives):
         return making.result
 
     def _complete_groups(self, pair: GroupPair, group: dist.ProcessGroup, moves_rows: bool, pairwise: bool) -> None:
-        """Make and test every group that any rank needs; ranks compare their settings only later."""
+        """Compare versions, and make and test every group that any rank needs; settings are compared only later."""
         barrier, ranks = self._barrier, rank_set(self.members)
         own = [moves_rows, pairwise, ranks.beside_store is None and is_beside_host()]
-        moves, pairs, beside = self.gather(np.array(own, dtype=np.int64), 0, _CONNECTION).T
+        versions = {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
+        moves, pairs, beside = self.agree(_CONNECTION, {"versions": versions}, None, own, room=CALL_NUMBERS).T
         if ranks.beside_store is None:
             ranks.beside_store = [rank for rank, is_there in zip(self.members, beside) if is_there]
         if pair.control is None and pairs.any():

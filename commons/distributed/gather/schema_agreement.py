@@ -1,4 +1,4 @@
-"""AGREE: before the first batch, ranks compare their settings, versions and the schemas of their batches."""
+"""AGREE: before the first batch, ranks compare their settings and the schemas of their batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.errors import capture_error, name_ranks
 from commons.distributed.gather.local_rows import LocalRows
-from commons.perf_model.partitioner.core import SOURCES
 from commons.sequence_batch.schema import BatchSchema
-from commons.version import __version__
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -36,7 +33,7 @@ def agree_on_schema(
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
-    The JSON values of `settings` must be equal on all ranks; versions are added to them. This rank's batches are
+    The JSON values of `settings` must be equal on all ranks. This rank's batches are
     `local`, see `ShuffleSession.prepare`, and `tables` are their packed rows. Ranks that have read the same rows are
     logged once.
 
@@ -49,13 +46,12 @@ def agree_on_schema(
         KeyError: the batches' type is not imported on a rank without a batch.
         Exception: an error in describing a batch of any rank, raised on all.
     """
-    own, versions = local[0].schema, {"evenrank": __version__, "planner": SOURCES, "torch": torch.__version__}
+    own = local[0].schema
     # The other ranks wait for any error here. An error in a batch may be the reason for different settings.
     text, problem = capture_error(lambda: "" if own is None else own.text)
     error = next((each.error for each in local if each.error is not None), None) or problem
-    options = None if error else settings | {"versions": versions}
     numbers = [sum(map(len, tables)), _digest_of(local, tables)]
-    words, digests = channel.agree("shuffle", options, error, numbers, step, CALL_NUMBERS).T
+    words, digests = channel.agree("shuffle", None if error else settings, error, numbers, step, CALL_NUMBERS).T
     most_words = int(words.max())
     _warn_of_same_rows(channel, digests)
     texts = {rank: text for rank, text in zip(channel.members, channel.gather_text(text or "", step)) if text}

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import commons.dispatch.redistribute as redistribute_module
 from commons.dispatch import SingleRankLoader, Trim, redistribute_balanced, scatter_balanced
+from commons.distributed.channel import agree
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
 from commons.perf_model.shuffle_plan import ShufflePlan
 from tests.helpers.batches.any_batches import dense
@@ -298,25 +298,35 @@ def test_every_pair_of_calls():
 
 @on("two_ranks", timeout=120)
 def test_ranks_with_another_plan_are_refused_before_rows_move():
-    """As of another release; every rank sent its rows by its own plan, with the indices of other rows."""
+    """Every rank sent its rows by its own plan, with the indices of other rows."""
     for right in (redistribute, pack_jointly):
         with on_rank(1, mock.patch.object(ShufflePlan, "digest", return_value=7)):
             error = error_of(right)
         assert re.match(r"ValueError: plans differ: rank 0 has {'digest': \d+}, rank 1 has {'digest': 7} in ", error)
-        with on_rank(0, mock.patch.object(redistribute_module, "SOURCES", "another")):
-            assert "rank 0 has {'planner': 'another'}, rank 1" in error_of(right)
         right()
+
+
+def _shuffle():
+    with closing(SquareShuffler()) as shuffler:
+        shuffler.shuffle(my_batch(0, [2, 2]))
+
+
+@on("own_two_ranks", timeout=120)
+def test_ranks_of_two_releases():
+    """They compare their versions in the first message of each connection."""
+    calls = (_shuffle, redistribute, pack_jointly)
+    for name in ("__version__", "SOURCES"):
+        with on_rank(1, mock.patch.object(agree, name, "9.9.9")):
+            for call in calls:
+                assert re.match("ValueError: versions differ: rank 0 has .*, rank 1 has .*9.9.9", error_of(call))
+    for call in calls:
+        call()
 
 
 @on("own_two_ranks", timeout=120)
 def test_a_call_beside_the_first_shuffle_of_another_rank():
     """Their first messages have one size: gloo ends the process that receives a longer one than it expects."""
-
-    def shuffle():
-        with closing(SquareShuffler()) as shuffler:
-            shuffler.shuffle(my_batch(0, [2, 2]))
-
-    assert error_of(shuffle if dist.get_rank() else redistribute) == (
+    assert error_of(_shuffle if dist.get_rank() else redistribute) == (
         "ValueError: rank 0 calls redistribute_balanced and rank 1 calls shuffle; all ranks make the same calls in the "
         "same order: correct the program"
     )

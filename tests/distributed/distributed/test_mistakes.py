@@ -23,7 +23,6 @@ from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.errors import describe_error
 from commons.distributed.exchange import verification
 from commons.distributed.exchange.row_exchange import RowExchange
-from commons.distributed.gather import schema_agreement
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.shuffle_plan import ShufflePlan, ShufflePlanner
 from commons.pipeline import windowed_iter
@@ -209,10 +208,6 @@ MISTAKES = {
         lambda shuffler, batch, patch: setattr(shuffler, "__class__", OtherShuffler),
         "ValueError: shuffler is 'SquareShuffler' on rank 0 and 'OtherShuffler' on rank 1 in shuffle",
         goes_on=False,
-    ),
-    "version": Mistake(
-        lambda shuffler, batch, patch: patch(schema_agreement, "__version__", "9.9.9"),
-        "ValueError: versions differ: rank 0 has {'evenrank'.*9.9.9",
     ),
     "plan": Mistake(_breaks(ShufflePlanner, "plan_messages", MemoryError("no room")), NO_ROOM),
     "exchange": Mistake(_breaks(RowExchange, "of", MemoryError("no room")), NO_ROOM),
