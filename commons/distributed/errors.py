@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import traceback
@@ -128,22 +129,20 @@ def listed(each: Sequence[Any], separator: str = ", ") -> str:
 
 def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: Sequence[int]) -> None:
     """Raise the same ValueError on all ranks if they make different calls, or one call with different options."""
-    (_, first), of_first = calls[0], names[0]
     callers = _ranks_by(zip(names, (call for call, _ in calls)))
     if len(callers) > 1:
         made = " and ".join(
             f"{name_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}" for call, ranks in callers.items()
         )
         raise ValueError(f"{made}; all ranks make the same calls in the same order: correct the program")
-    for name_of_rank, (call, options) in zip(names, calls):
-        for name in {**first, **options}:
-            mine, other = first.get(name), options.get(name)
-            if mine == other:
-                continue
-            if isinstance(mine, dict) and isinstance(other, dict):
-                keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
-                mine, other = ({key: each.get(key) for key in keys} for each in (mine, other))
-                what = f"{name} differ: rank {of_first} has {mine}, rank {name_of_rank} has {other}"
-            else:
-                what = f"{name} is {mine!r} on rank {of_first} and {other!r} on rank {name_of_rank}"
-            raise ValueError(f"{what} in {call}; all ranks pass the same: make them equal")
+    for name in dict.fromkeys(itertools.chain.from_iterable(options for _, options in calls)):
+        values, verb = [options.get(name) for _, options in calls], "is"
+        if all(value == values[0] for value in values):
+            continue
+        if all(isinstance(value, dict) for value in values):
+            keys = dict.fromkeys(itertools.chain.from_iterable(values))
+            unlike = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+            values, verb = [{key: value.get(key) for key in unlike} for value in values], "are"
+        ranks_with = _ranks_by(zip(names, map(repr, values)))
+        what = listed([f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_with.items()], " and ")
+        raise ValueError(f"{name} {verb} {what} in {calls[0][0]}; all ranks pass the same: make them equal")

@@ -140,7 +140,7 @@ _KINDS = (
         r"the batches of ranks \d and \d differ: field 'target'",
         calls=(0,),
     ),
-    _told("other options", "other_options", OPTIONS, r"options differ: rank \d has .*, rank \d has ", calls=(0,)),
+    _told("other options", "other_options", OPTIONS, r"options are .* on ranks? \d.* and .* on ranks? \d", calls=(0,)),
     _told("another plan (a corrupted digest)", "other_digest", DIGEST, r"ranks \[\d\] made another plan than the rest"),
     # Around the ranks.
     Kind("a full disk at a checkpoint", "disk_full", None, places=(CHECKPOINT,), calls=(0, 1), uses=(TRAINING,)),

@@ -95,7 +95,7 @@ class ShuffleSession:
             "shuffler": type(costs.shuffler).__name__,
             "window": window or 1,
             "token_features": None if self._token_features is None else list(self._token_features),
-            "has_groups": self._has_groups,
+            "get_groups overridden": self._has_groups,
         }
         self._speeds = RankSpeeds(channel.members, channel.rank, step_times, options.speeds)
         self._pins = False  # whether index arrays are pinned, because batches are trained on CUDA

@@ -302,7 +302,7 @@ def test_ranks_with_another_plan_are_refused_before_rows_move():
     for right in (redistribute, pack_jointly):
         with on_rank(1, mock.patch.object(ShufflePlan, "digest", return_value=7)):
             error = error_of(right)
-        assert re.match(r"ValueError: plans differ: rank 0 has {'digest': \d+}, rank 1 has {'digest': 7} in ", error)
+        assert re.match(r"ValueError: plans are {'digest': \d+} on rank 0 and {'digest': 7} on rank 1 in ", error)
         right()
 
 
@@ -318,7 +318,8 @@ def test_ranks_of_two_releases():
     for name in ("__version__", "SOURCES"):
         with on_rank(1, mock.patch.object(agree, name, "9.9.9")):
             for call in calls:
-                assert re.match("ValueError: versions differ: rank 0 has .*, rank 1 has .*9.9.9", error_of(call))
+                text = "ValueError: versions are .* on rank 0 and .*9.9.9.* on rank 1 in connection"
+                assert re.match(text, error_of(call))
     for call in calls:
         call()
 

@@ -220,7 +220,7 @@ def test_an_error_without_text_is_described_by_its_line():
 def test_an_option_that_only_a_later_rank_has_is_a_difference():
     """Of a newer version of evenrank, for example."""
     calls = [("split", {"src": 0}), ("split", {"src": 0}), ("split", {"src": 0, "pad": True})]
-    with pytest.raises(ValueError, match="^pad is None on rank 4 and True on rank 6 in split; all ranks pass the same"):
+    with pytest.raises(ValueError, match="^pad is None on ranks 4, 5 and True on rank 6 in split; all ranks pass"):
         raise_first_difference(calls, [4, 5, 6])
 
 
