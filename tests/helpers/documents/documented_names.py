@@ -121,7 +121,7 @@ def staged_batches_hold_every_row() -> Run:
 def every_row_is_read_once() -> Run:
     """A map-style data set that knows the lengths of its rows."""
     lengths = (torch.arange(40) * 7 % 40 + 1).tolist()
-    names = yield {"lengths": lengths, "dataset": list(range(40)), "dist": dist}
+    names = yield {"lengths": lengths, "dataset": list(range(40))}
     # The ranks read every row once, in steps of equal cost.
     steps = [batch.tolist() for batch in names["loader"]]
     assert sorted(of_all([row for batch in steps for row in batch])) == list(range(40))
@@ -234,7 +234,7 @@ class _UserBatch(evenrank.BaseBatch):
 
 def users_are_together() -> Run:
     """A shuffler of one's own. Rows of a user, which lie on both ranks, end on one of them."""
-    names = yield {"MyBatchShuffler": CubicShuffler, "ShufflerOptions": evenrank.ShufflerOptions}
+    names = yield {"MyBatchShuffler": CubicShuffler}
     batch = models.make_batch([1, 2, 3, 4], 4)
     users = {name: value for name, value in vars(batch).items() if name not in ("sample_id", "target")}
     result = names["shuffler"].shuffle(_UserBatch(**users, user_id=torch.tensor([7, 8, 7, 9])))
