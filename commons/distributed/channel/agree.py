@@ -267,7 +267,8 @@ class ControlChannel(NamedCollectives):
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"the shuffler belongs to process {self._process}, and process {os.getpid()} was forked from it; a "
-                "forked process lacks its threads and connections: shuffle in the first, or start the second by spawn"
+                "forked process lacks its threads and connections: shuffle in the first, or make another one in a "
+                "spawned process"
             )
 
     def _end_issued(self) -> None:
