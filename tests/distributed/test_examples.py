@@ -157,3 +157,5 @@ def test_the_trainjob_is_one_of_kubeflow_s():
     assert program == "torchrun" and told.module and told.training_script == "hstu.train"
     config = load_config(TrainConfig, told.training_script_args)
     assert config.trainer.shuffler.ranks_per_node == written["spec"]["trainer"]["numProcPerNode"]
+    # Without requests Trainer 2.0 and 2.1 start one rank per node.
+    assert trainer.resources_per_node.requests == trainer.resources_per_node.limits is not None
