@@ -39,10 +39,18 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
 
 
 def model_parallel_group() -> dist.ProcessGroup | None:
-    """This rank's tensor- and pipeline-parallel peers in megatron-core; None without it, and without peers."""
+    """This rank's tensor-, context- and pipeline-parallel peers in megatron-core; None without it, and without peers.
+
+    All ranks with both context and pipeline parallelism, for whose peers megatron-core has no group.
+    """
     parallel_state = _parallel_state()
-    group = None if parallel_state is None else parallel_state.get_model_parallel_group()
-    return group if group is not None and dist.get_world_size(group) > 1 else None
+    if parallel_state is None:
+        return None
+    group = parallel_state.get_model_parallel_group()
+    if parallel_state.get_context_parallel_world_size() > 1:
+        has_stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        group = dist.group.WORLD if has_stages else parallel_state.get_tensor_and_context_parallel_group()
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def _parallel_state() -> Any:

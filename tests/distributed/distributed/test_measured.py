@@ -324,13 +324,13 @@ def test_a_time_is_of_the_group_of_its_shuffle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [4])
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "context"])
 @on("own_ranks")
 def test_model_parallel_peers_count_as_the_slowest_of_them(kind):
-    """DP 2 × TP 2 and DP 2 × PP 2: the speeds that each rank sees."""
+    """DP 2 × TP 2, DP 2 × PP 2 and DP 2 × CP 2: the speeds that each rank sees."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(**{f"{kind}_model_parallel_size": 2})
+    parallel_state.initialize_model_parallel(**{f"{kind}_parallel_size": 2})
     try:
         with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
             place = parallel_state.get_data_parallel_rank()
