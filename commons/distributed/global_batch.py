@@ -82,7 +82,7 @@ class GlobalBatch:
         return None
 
     def _is_of(self, pg_group: dist.ProcessGroup | None) -> bool:
-        group = resolve_process_group(pg_group)
+        group = resolve_process_group(pg_group, with_context_parallel=True)
         return list(self.members) == ([0] if group is None else dist.get_process_group_ranks(group))
 
     def _describes(self, batch: BaseBatch, name: str) -> bool:

@@ -42,7 +42,8 @@ def global_mean_loss(
         local_count: number (or total weight) of these terms: a Python or numpy number or a 0-dimensional tensor, of any
             dtype except bool; dtypes may differ between ranks. Counts are added up in float64. May be zero, not
             negative.
-        pg_group: the ranks that share the global batch; default as for the shuffler.
+        pg_group: the ranks that share the terms of the global batch; default as for the shuffler, and with
+            megatron-core their context-parallel peers, which have different terms of the same rows.
         global_count: the sum of all ranks' counts, a number on the host, if it is known, such as
             `batch.global_loss_terms()`; equal on all ranks. None, on all ranks: an all-reduce adds up the counts, and
             the backward pass waits for it.
@@ -58,7 +59,7 @@ def global_mean_loss(
         TypeError: `local_sum` is not a tensor, `local_count` is a bool or not a number, `global_count` is not a number
             on the host, or `pg_group` is not a process group.
     """
-    group = _traceable(resolve_process_group(pg_group), local_sum, local_count, global_count)
+    group = _traceable(pg_group, local_sum, local_count, global_count)
     return _scale_to_global_mean(local_sum, local_count, group, global_count)
 
 
@@ -87,11 +88,12 @@ def mean_over_ranks(value: SupportsFloat | torch.Tensor, pg_group: dist.ProcessG
         >>> f"loss {mean_over_ranks(torch.tensor(0.5)):.4f}"  # a single process
         'loss 0.5000'
     """
-    return _mean_over_ranks(value, _traceable(resolve_process_group(pg_group), value))
+    return _mean_over_ranks(value, _traceable(pg_group, value))
 
 
-def _traceable(group: dist.ProcessGroup | None, *values: Any) -> dist.ProcessGroup | str | None:
+def _traceable(pg_group: dist.ProcessGroup | None, *values: Any) -> dist.ProcessGroup | str | None:
     """The group, or its name under a symbolic tracer, which would store the group in the model and prevent copies."""
+    group = resolve_process_group(pg_group, with_context_parallel=True)
     if group is not None and any(isinstance(value, torch.fx.Proxy) for value in values):
         return group.group_name
     return group

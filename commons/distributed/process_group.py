@@ -11,11 +11,14 @@ import torch.distributed as dist
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
+def resolve_process_group(
+    pg_group: dist.ProcessGroup | None = None, *, with_context_parallel: bool = False
+) -> dist.ProcessGroup | None:
     """The data-parallel group: the one given, else megatron-core's, else WORLD.
 
     Args:
         pg_group: a process group, or None for the default.
+        with_context_parallel: whether megatron-core's group includes context-parallel peers.
 
     Returns:
         The group, or None if torch.distributed is not initialised: a single process is a group of one.
@@ -35,7 +38,9 @@ def resolve_process_group(pg_group: dist.ProcessGroup | None = None) -> dist.Pro
     if not (dist.is_available() and dist.is_initialized()):
         return None
     parallel_state = _parallel_state()
-    return dist.group.WORLD if parallel_state is None else parallel_state.get_data_parallel_group()
+    if parallel_state is None:
+        return dist.group.WORLD
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
 
 
 def model_parallel_group() -> dist.ProcessGroup | None:

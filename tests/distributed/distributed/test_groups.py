@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commons.distributed import global_mean_loss, mean_over_ranks
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.channel import groups
 from commons.distributed.channel.store_barrier import StoreBarrier
@@ -69,6 +70,29 @@ def test_tensor_parallel_peers_do_not_double_the_gradients(two_ranks, rank_pools
     reference = two_ranks.run(_two_ranks_training)[0]
     for weights in itertools.chain(*rank_pools[4].run(_tensor_parallel_training)):
         assert largest_difference(weights, reference) < 1e-5
+
+
+@on_four_ranks
+def test_losses_cover_the_terms_of_context_parallel_peers():
+    """DP 2 × CP 2: peers have different terms of the same rows, and gradients are averaged over all ranks."""
+    from megatron.core import parallel_state
+
+    terms = [torch.arange(count, dtype=torch.float64) for count in (1, 5, 0, 3)]
+    own, whole, gradients = terms[dist.get_rank()], torch.cat(terms), []
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    try:
+        for known in (None, len(whole)):
+            weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+            loss = global_mean_loss((weight * own).sum(), len(own), global_count=known)
+            loss.backward()
+            assert float(mean_over_ranks(loss)) == pytest.approx(float(whole.mean()))
+            gradients.append(float(weight.grad))
+        with closing(CubicShuffler()) as shuffler:
+            shuffled = shuffler.shuffle(my_batch())
+        assert shuffled.global_loss_terms() is None  # those of the data-parallel group alone are known
+    finally:
+        parallel_state.destroy_model_parallel()
+    assert np.mean(of_all([gradients]), axis=0) == pytest.approx([float(whole.mean())] * 2)
 
 
 @on_four_ranks
