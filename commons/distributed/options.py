@@ -28,8 +28,8 @@ class ShufflerOptions:
             the backend has it. Both give bit-identical batches.
         slack: in [0, 1], by which fraction the largest load may exceed the best one found, to keep more rows on
             the rank that loaded them.
-        ranks_per_node: ranks per node; a row that leaves its node then counts as four moved rows. None: nodes are
-            ignored.
+        ranks_per_node: ranks of the group per node; a row that leaves its node then counts as four moved rows. None:
+            nodes are ignored.
         max_tokens_per_rank: cap on the tokens of a rank (the shuffler's token_feature_names selects the keys that are
             counted); if no plan keeps it, the plan with the smallest excess is used. None: no cap.
         min_gain: no row moves if the largest load would fall by less than this fraction; 0 switches this off.
