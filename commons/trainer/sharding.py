@@ -41,13 +41,12 @@ def shard_model(
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad",
     embedding_lr: float = 0.01,
     sharding: Mapping[str, Sharding | None] | Sharding | None = None,
-    process_group: dist.ProcessGroup | None = None,
     local_world_size: int | None = None,
     data_parallel_wrapper: DataParallelWrapper | None = None,
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank.
 
-    A collective call: every rank of the group calls it with the same arguments. Tables on a real device keep their
+    A collective call: every rank calls it with the same arguments. Tables on a real device keep their
     weights, which must be equal on all ranks. On "meta" every rank initialises its shards from its own random state:
     seed the ranks differently, or shards of different ranks have equal weights.
 
@@ -62,7 +61,6 @@ def shard_model(
             of a table over all ranks), "data_parallel" (a copy on every rank, trained by the caller's optimizer, see
             `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two). On
             CPU, a table with too few rows for all ranks is then table_wise.
-        process_group: the ranks; None for WORLD.
         local_world_size: ranks per host; None for torchrun's number or, without torchrun, all ranks.
         data_parallel_wrapper: copies the other parameters to every rank and averages their gradients; None for torch's
             DistributedDataParallel, which starts from rank 0's weights.
@@ -80,8 +78,7 @@ def shard_model(
         )
     _check_optimizer(embedding_optimizer, embedding_lr, device)
     kinds = _sharding_by_table(sharding, require_names("tables", tables), device)
-    group = dist.group.WORLD if process_group is None else process_group
-    world_size = dist.get_world_size(group)
+    world_size = dist.get_world_size()
     for collection in model.modules():
         if isinstance(collection, EmbeddingCollection):
             _check_widths(collection)
@@ -106,9 +103,9 @@ def shard_model(
     )
     return DistributedModelParallel(
         model,
-        env=ShardingEnv.from_process_group(group),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
-        plan=planner.collective_plan(model, [sharder], group),
+        plan=planner.collective_plan(model, [sharder], dist.group.WORLD),
         sharders=[sharder],
         data_parallel_wrapper=data_parallel_wrapper,
     )

@@ -15,14 +15,12 @@ from commons.trainer import sharding
 def start_sharding(monkeypatch, model, device, *, world_size=2, **options):
     """Call shard_model up to the planning, as if there were a process group; returns what the planner is given."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: world_size)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
     topology, planner = mock.Mock(), mock.Mock(side_effect=InterruptedError)  # nothing is planned
     monkeypatch.setattr(sharding, "Topology", topology)
     monkeypatch.setattr(sharding, "EmbeddingShardingPlanner", planner)
     with pytest.raises(InterruptedError):
-        sharding.shard_model(
-            model, device=torch.device(device), process_group=object(), local_world_size=world_size, **options
-        )
+        sharding.shard_model(model, device=torch.device(device), local_world_size=world_size, **options)
     return topology.call_args.kwargs | planner.call_args.kwargs
 
 
