@@ -1,11 +1,13 @@
 """SingleRankLoader: one rank runs the dataloader for all ranks.
 
 The source reads a global batch, plans the split and sends every rank its share. So all ranks have the same number of
-steps, their data end in the same step, and an error of the loader is raised on every rank.
+steps, their data end in the same step, and an error of the loader is raised on every rank; the next call goes on with
+the loader's next batch.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -116,7 +118,7 @@ class SingleRankLoader(Iterable[Any]):
         return len(self._own_loader())
 
     def __iter__(self) -> Iterator[Any]:
-        return (share.batch for share in self.shares())
+        return map(operator.attrgetter("batch"), self.shares())
 
     def shares(self) -> Iterator[BalancedShare[Any]]:
         """Iterate over the shares themselves, which can gather results (`BalancedShare.gather_back`)."""
@@ -125,10 +127,11 @@ class SingleRankLoader(Iterable[Any]):
         # Open the loader here and not with the first batch, so that a DataLoader draws its seed at the same point as
         # without a SingleRankLoader. An error is raised on all ranks with the first batch.
         source, error = capture_error(lambda: self._open(state)) if self.is_source else (None, None)
-        return self._shares_of(source, error)
+        # Not a generator, which would end with the first error.
+        return iter(lambda: self._next_share(source, error), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the iteration: the number of returned batches, and on the source the loader's state, if any.
+        """The state of the iteration: batches that were returned or raised an error, and the source's loader's state.
 
         A loader has a state if it has `state_dict`, like torchdata's StatefulDataLoader. No communication; the source's
         state is enough to resume on all ranks.
@@ -170,21 +173,21 @@ class SingleRankLoader(Iterable[Any]):
             )
         return self.loader
 
-    def _shares_of(self, source: Iterator[Any] | None, error: Exception | None) -> Iterator[BalancedShare[Any]]:
-        """Iterate once over the source's data, on all ranks together."""
-        while True:
-            if self._closed:  # without the groups, the other ranks' data would seem to end
-                raise RuntimeError("the SingleRankLoader is closed; it cannot be read again: make a new one")
+    def _next_share(self, source: Iterator[Any] | None, error: Exception | None) -> BalancedShare[Any] | None:
+        """The share of the source's next batch, on all ranks together; None at the end of the data."""
+        if self._closed:  # without the groups, the other ranks' data would seem to end
+            raise RuntimeError("the SingleRankLoader is closed; it cannot be read again: make a new one")
+        try:
             share = scatter_rows(
                 self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source, error)
             )
-            if share is None:
-                self._batches = 0
-                return
+        finally:  # also for a batch with an error, which a resumed iteration skips too
             self._batches += 1
-            if self._pin_memory:
-                share = replace(share, batch=Rows.of(share.batch).pin().batch)
-            yield share
+        if share is None:
+            self._batches = 0
+        elif self._pin_memory:
+            share = replace(share, batch=Rows.of(share.batch).pin().batch)
+        return share
 
     def _open(self, state: dict[str, Any] | None) -> Iterator[Any]:
         """Iterate over the source's data from `state` on."""

@@ -112,6 +112,19 @@ def test_an_error_of_the_loader_is_raised_once_after_the_batches_before():
     assert next(batches, None) is None
 
 
+@on_two_ranks
+def test_after_an_error_in_a_batch_the_loader_goes_on_with_the_next_one():
+    """The rest of the epoch seemed to have ended."""
+    loader = SingleRankLoader(list(dict_batches([4, 1, 4, 4])) if dist.get_rank() == 0 else None)
+    batches = iter(loader)
+    next(batches)
+    assert "there are 1 rows for 2 parts" in error_of(next, batches)
+    assert sorted(of_all(next(batches)["id"].tolist())) == [5, 6, 7, 8]
+    loader.load_state_dict(loader.state_dict())  # on each rank its own
+    assert sorted(of_all(row for batch in loader for row in batch["id"].tolist())) == [9, 10, 11, 12]
+    loader.close()
+
+
 def plain_loader():
     return DataLoader(list(dict_batches([4] * 6)), batch_size=None)
 
