@@ -106,7 +106,8 @@ class WindowedBatches(Iterator[Any]):
     def close(self) -> None:
         """Wait for the window in progress, and drop it with the batches that were read for it.
 
-        All ranks call this together. Without this call, the window is dropped when it is ready.
+        All ranks call this together, before they use the loader again. Without this call, the thread may read on for a
+        while, and the window is dropped when it is ready.
 
         Raises:
             RuntimeError: the window is not ready ten seconds after the shuffler's timeout, because the iterator has not
