@@ -16,6 +16,7 @@ import torch
 
 from commons.available_memory import require_memory
 from commons.checks import as_count, kind_of
+from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine.shuffle_session import ShuffleSession
 from commons.distributed.errors import capture_error
 from commons.distributed.gather.local_rows import LocalRows
@@ -69,6 +70,8 @@ class WindowReader:
             return [LocalRows(error=self._problem)]
         while len(self._read) < self.window and not self._exhausted:
             found, error = capture_error(lambda: self._read_one(describe))
+            if isinstance(error, RankMissingError):  # from a source with collectives: do not wait for the rank again
+                raise error
             if error is not None:
                 found = None, LocalRows(error=error)
             if found is None:

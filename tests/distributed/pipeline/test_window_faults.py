@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist, TrainPipelineBase
 
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
+from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine import engine
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, windowed_iter
+from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler, steps_of
 from tests.helpers.ranks.faults import error_of, limit_waits, meet
@@ -76,6 +79,16 @@ def test_an_error_of_a_window_is_raised_once_by_the_pipeline_behind_it(ranks):
 def test_a_pipeline_does_not_wait_again_for_a_rank_that_a_window_misses():
     (text,), _ = _behind_a_pipeline(missing=True)
     assert dist.get_rank() == 1 or "rank 1 did not take part in the gather of step 1" in text
+
+
+@pytest.mark.parametrize("reads", [LookAhead, functools.partial(windowed_iter, window=2)], ids=["one ahead", "window"])
+def test_a_rank_that_a_source_with_collectives_misses_is_not_waited_for_again(reads):
+    def source():
+        raise RankMissingError("rank 1 did not take part in SingleRankLoader")
+        yield
+
+    with contextlib.closing(CubicShuffler()) as shuffler, pytest.raises(RankMissingError, match="^rank 1 did not take"):
+        next(reads(source(), shuffler))
 
 
 @pytest.mark.parametrize("call", ["close", "drain", "reset"])
