@@ -1,8 +1,7 @@
 """SingleRankLoader: one rank runs the dataloader for all ranks.
 
 The source reads a global batch, plans the split and sends every rank its share. So all ranks have the same number of
-steps, their data end in the same step, and an error of the loader is raised on every rank; the next call goes on with
-the loader's next batch.
+steps, their data end in the same step, and an error of the loader is raised on every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ class SingleRankLoader(Iterable[Any]):
 
     All ranks of the group construct it together, on the main thread, and iterate over it together. If batches state
     padding (BaseBatch), shares are padded to one size, and in a last batch with few rows some ranks have only padding.
-    Other batches are split into shares that differ by at most one row, and must have a row for every rank.
+    Other batches are split into shares that differ by at most one row, and must have a row for every rank. An error of
+    the loader or in a batch is raised on all ranks; the next call continues with the loader's next batch.
 
     Args:
         loader: on the source, an iterable of global batches, such as a DataLoader whose batch size is that of a rank
