@@ -126,11 +126,12 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     # With a sampler, the shuffler's time in a step is only for the log.
     is_dear = gain.step is not None and gain.step < 1 and not report.by_work and not measured
     if is_dear and time is not None and time.saved is not None:
-        # If a usual step gains more than the gate, the gate would have no effect.
         gate = "leave steps with a small gain unbalanced (--trainer.shuffler.min-gain 0.05), or "
+        # No effect if a usual step gains more than the gate, or if the run had such a gate.
+        is_gate_new = max(1 - 1 / gain.work, setting(report.log.config, "trainer.shuffler.min_gain") or 0.0) < _GATED
         return (
             f"Balancing costs more than it saves: {time.overhead:.1f} ms of a step to save {time.saved:.1f} ms; "
-            f"{gate if 1 - 1 / gain.work < _GATED else ''}leave it off."
+            f"{gate if is_gate_new else ''}leave it off."
         )
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"

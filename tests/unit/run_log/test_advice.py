@@ -38,6 +38,15 @@ def test_an_imbalance_that_remains_is_reduced_by_a_setting_that_causes_it(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("min_gain", "end"), [(0.0, "unbalanced (--trainer.shuffler.min-gain 0.05), or"), (0.05, "ms;")]
+)
+def test_a_gate_is_advised_to_a_run_without_it(tmp_path, min_gain, end):
+    dear = {"exchange_ms": 400.0, "total_ms": 9000.0, "largest_load_before": 5.15e8, "largest_load_after": 5e8}
+    report = report_of(tmp_path, config=config_of(shuffler={"min_gain": min_gain}), **dear)
+    assert advice_of(report).endswith(f"{end} leave it off.")
+
+
+@pytest.mark.parametrize(
     ("config", "remedy"),
     [
         (config_of(enable_balanced_shuffler=False), "turn on --trainer.enable-balanced-shuffler"),
