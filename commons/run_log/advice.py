@@ -178,6 +178,8 @@ def _why_not(report: RunReport, *, leave_off: bool = False) -> str:
     remedy = ", leave it off" if leave_off and is_even else ""
     if report.ranks == 1:
         return "there is only one rank"
+    if gain.uneven_before is None:
+        return "every row has workload 0, so there is nothing to balance: check get_workloads"
     if (gain.gated or 0.0) >= 0.5 and not report.by_work:
         return f"in {gain.gated:.0%} of the steps the gain was below --trainer.shuffler.min-gain{remedy}"
     if is_even:

@@ -46,6 +46,14 @@ def test_a_gate_is_advised_to_a_run_without_it(tmp_path, min_gain, end):
     assert advice_of(report).endswith(f"{end} leave it off.")
 
 
+def test_rows_without_workloads_have_no_better_plan(tmp_path):
+    """Such as those of a `get_workloads` that returns zeros."""
+    loads = ("largest_load_before", "largest_load_after", "lower_bound", "imbalance_before", "imbalance_after")
+    for config in (config_of(), config_of(shuffler={"mode": "observe"})):
+        advice = advice_of(report_of(tmp_path, config=config, **dict.fromkeys(loads, 0.0)))
+        assert advice.endswith("every row has workload 0, so there is nothing to balance: check get_workloads.")
+
+
 @pytest.mark.parametrize(
     ("config", "remedy"),
     [
