@@ -68,8 +68,8 @@ class Picture:
 LOOKS = (("before", "-", "o"), ("after", "--", "s"), ("third", "-.", "^"), ("fourth", ":", "D"))
 
 
-def whole_steps(axes: Axes) -> None:
-    """Label the axis of steps only at whole numbers."""
+def whole_numbers(axes: Axes) -> None:
+    """Label the horizontal axis, of steps or ranks, only at whole numbers."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
 
 

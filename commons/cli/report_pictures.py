@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, whole_steps
+from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, whole_numbers
 from commons.run_log.reading import RunLog, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -92,7 +92,7 @@ def _curves(
                 label=label,
             )
         axes.set(xlabel="step", ylabel=ylabel)
-        whole_steps(axes)
+        whole_numbers(axes)
         finish(axes)
         if any(label for _, label, _, _ in curves):
             legend_above(axes)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, whole_steps
+from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, whole_numbers
 from commons.cli.simulate.simulation import WORTH, Simulation, Source
 from commons.perf_model.gain import Comparison, DealtRows
 
@@ -85,6 +85,7 @@ def _loads(ways: list[DealtRows], axes: Axes) -> None:
     _draw_steps(axes, lines, begin=0, where="post")
     axes.set(xlabel="ranks, fullest first", ylabel="load ÷ mean", xlim=(0, ways[0].loads.shape[1]), ylim=(0, None))
     axes.margins(y=0.1)
+    whole_numbers(axes)
     axes.legend(loc="best")
 
 
@@ -94,7 +95,7 @@ def _steps(ways: list[DealtRows], axes: Axes) -> None:
     _draw_steps(axes, lines, begin=1, where="mid")
     axes.axhline(1.0, color=COLORS["muted"], linewidth=0.8)
     axes.set(xlabel="step", ylabel="largest load ÷ mean")
-    whole_steps(axes)
+    whole_numbers(axes)
     axes.margins(x=0.01)
     legend_above(axes)
 
@@ -114,7 +115,7 @@ def _bands(source: Source, axes: Axes) -> None:
     axes.set_xticks(positions[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
     axes.set(xlabel="tokens of a row", ylabel="share")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.legend(loc="best")
+    legend_above(axes)
 
 
 def band_edges(tokens: np.ndarray) -> np.ndarray:

@@ -134,6 +134,16 @@ def test_pictures_of_a_simulation_draw_its_numbers():
     assert dict(zip(names, widths, strict=True)) == {name: values[1] for name, values in speed_ups.items()}
 
 
+def test_pictures_of_few_ranks_and_of_equal_lengths_are_readable(tmp_path):
+    np.save(tmp_path / "even.npy", np.full(64, 7))
+    source = LengthOptions(batch_size=4).read(str(tmp_path / "even.npy"))
+    loads, bands, _, _ = axes_of(simulate(source, (2,), (), 8))
+    assert [tick % 1 for tick in loads.get_xticks()] == [0.0] * 3  # ranks are counted
+    bands.figure.draw_without_rendering()
+    legend = bands.get_legend().get_window_extent()
+    assert not any(legend.overlaps(bar.get_window_extent()) for bar in bands.patches)
+
+
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=50))
 def test_bands_hold_every_length_once(tokens):
     tokens = np.array(tokens)
