@@ -257,8 +257,12 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
     largest = rows.as_loaded.loads.max(axis=1).astype(np.float64)
     fit = fit_times("steps", largest, seconds * 1e3)
     if fit is None:
-        known = np.count_nonzero(np.isfinite(seconds))
-        return None, f"{known} steps have times; 20 steps with different loads are needed to fit the cost of a load."
+        known = largest[np.isfinite(seconds)]
+        spread = known.std() / known.mean() if known.any() else 0.0
+        return None, (
+            f"{len(known)} steps have times, and their largest loads vary by {spread:.2%} (standard deviation ÷ mean): "
+            "speed-ups are ratios of loads, because a fit needs 20 steps whose loads vary by 10 % or more."
+        )
     if not fit.follows:
         return None, (
             f"Step times do not follow the largest loads, which explain {fit.r_squared:.0%} of their variance: "
