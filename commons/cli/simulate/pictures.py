@@ -158,11 +158,10 @@ def _gain_of_ways(result: Comparison, axes: Axes) -> None:
     gains = [result.speed_up(way) for way in ways]
     colors = [COLORS[_LOOKS_OF_WAYS.get(way.name, (_WINDOW_COLOR,))[0]] for way in ways]
     axes.barh(range(len(ways)), gains, color=colors, height=0.62)
-    for position, gain in enumerate(gains):
-        axes.annotate(f"{gain:.2f}× ", (gain, position), va="center", ha="right", color=COLORS["surface"])
     muted, top = COLORS["muted"], (result.equal, len(ways) - 0.35)
     axes.axvline(result.equal, color=muted, linestyle=":")
     axes.annotate(f"equal ranks {result.equal:.2f}× ", top, color=muted, va="bottom", ha="right")
-    axes.set_yticks(range(len(ways)), [way.name for way in ways])
+    # Beside the names, because a bar may be too short for its number.
+    axes.set_yticks(range(len(ways)), [f"{way.name}: {gain:.2f}×" for way, gain in zip(ways, gains)])
     axes.grid(visible=False)
     axes.set(xlabel="speed-up", xlim=(0, 1.16 * max(*gains, result.equal)), ylim=(-0.6, len(ways) + 0.2))

@@ -131,7 +131,9 @@ def test_pictures_of_a_simulation_draw_its_numbers():
     alone = axes_of(Simulation(source, (largest,)))[2]
     names = [label.get_text() for label in alone.get_yticklabels()]
     widths = [bar.get_width() for bar in alone.patches]
-    assert dict(zip(names, widths, strict=True)) == {name: values[1] for name, values in speed_ups.items()}
+    named = {f"{name}: {values[1]:.2f}×": values[1] for name, values in speed_ups.items()}
+    assert dict(zip(names, widths, strict=True)) == named
+    assert len(alone.texts) == 1  # of equal ranks: a text in a bar would not fit into a short one
 
 
 def test_pictures_of_few_ranks_and_of_equal_lengths_are_readable(tmp_path):
