@@ -109,16 +109,17 @@ class Simulation:
         for result in self.comparisons:
             if not result.dominated:
                 continue
-            window, most = _best_of_windows(result), result.possible_of_batches
+            most = result.possible_of_batches
+            window = _best_of_windows(result, least=WORTH * most)
             remedy = "use a window of several batches (--window 2 4), more rows per step or shorter rows"
             if result.equal < WORTH * most:
                 remedy = "this reduces the possible speed-up by less than 2 %"
-            elif window is not None and result.speed_up(window) >= WORTH * most:
+            elif window is not None:
                 remedy = (
                     f"so single batches gain at most {most:.2f}×; --trainer.shuffle-window {window.window} gains "
                     f"{result.speed_up(window):.2f}×, and shorter rows help too"
                 )
-            elif window is not None:
+            elif any(way.window > 1 for way in result.ways):
                 remedy = "use more rows per step or shorter rows"
             lines.append(
                 f"{result.num_ranks} ranks: in {result.dominated} of {result.rows.num_steps} steps one sample alone is "
@@ -335,8 +336,8 @@ def _how(way: DealtRows) -> tuple[str, str, str, str]:
     return "balance each batch", "", on, pipeline
 
 
-def _best_of_windows(result: Comparison) -> DealtRows | None:
-    """The shortest window within 2 % of the best."""
+def _best_of_windows(result: Comparison, least: float) -> DealtRows | None:
+    """The shortest window within 2 % of the best whose speed-up is at least `least`; None if there is none."""
     windows = [way for way in result.ways if way.window > 1]
-    most = max((result.speed_up(way) for way in windows), default=0.0)
-    return next((way for way in windows if WORTH * result.speed_up(way) >= most), None)
+    enough = max([least, *(result.speed_up(way) / WORTH for way in windows)])
+    return next((way for way in windows if result.speed_up(way) >= enough), None)

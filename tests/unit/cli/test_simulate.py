@@ -287,3 +287,7 @@ def test_a_window_that_lifts_nothing_is_not_said_to():
     ways.append(way("window of 2", 1.45, window=2))
     (line,) = answer_to(rows, ways).dominated()
     assert "shuffle-window" not in line and "more rows per step" in line
+    # Within 2 % of the best window, and only 1.8 % better than single batches: the best is 2.9 % better.
+    ways[2:] = [way("window of 2", 1.375, window=2), way("window of 4", 1.36, window=4)]
+    (line,) = (answer := answer_to(rows, ways)).dominated()
+    assert "--trainer.shuffle-window 4 gains 1.10×" in line and answer.advice().way == "window of 4"
