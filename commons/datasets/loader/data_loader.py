@@ -96,8 +96,8 @@ def _make_sids(
         raise ValueError(f"num_tasks is {num_tasks}; semantic IDs have one task, the next item: leave it at 1")
     # In evaluation only the last item is a candidate, so that every user is predicted once.
     longest = (max_history_seqlen, max_num_candidates if split == "train" else 1)
-    if longest[1] == 0:  # all items are candidates
-        longest = (0, max_history_seqlen)
+    if longest[1] == 0:  # all items are candidates, also the one behind a full history, which evaluation predicts
+        longest = (0, max_history_seqlen + 1)
     sizes = {"batch_size": batch_size, "max_history_length": longest[0], "max_candidate_length": longest[1]}
     if name in RANDOM_DATASETS:
         lengths = (length_distribution or LengthDistribution()).within(max_history_seqlen)

@@ -151,9 +151,13 @@ class TestLoaders:
         assert items_of(evaluation, "candidate") == [ITEMS[6:], [7], [], ITEMS[1:2]]  # the last item alone
 
     def test_all_items_are_candidates_where_their_number_is_0(self, tmp_path):
-        path = write(tmp_path / "h.parquet", [ITEMS], ["train"])
-        (batch,) = self.loader("sid", dataset_path=path, sid_map=SID_MAP, max_num_candidates=0)
+        """As many as evaluation has in a row: a place that is not trained would predict at random."""
+        path = write(tmp_path / "h.parquet", [ITEMS, ITEMS], ["train", "test"])
+        options = {"dataset_path": path, "sid_map": SID_MAP, "max_num_candidates": 0, "max_history_seqlen": 5}
+        (batch,) = self.loader("sid", **options)
         assert items_of(batch, "history")[0] == [] and items_of(batch, "candidate")[0] == ITEMS[1:]
+        (evaluation,) = self.loader("sid", "test", **options)
+        assert items_of(evaluation, "history")[0] + items_of(evaluation, "candidate")[0] == ITEMS[1:]
 
     @pytest.mark.parametrize("split", ["train", "test"])
     def test_preprocessed_data(self, generated, split):
