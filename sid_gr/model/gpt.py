@@ -199,13 +199,14 @@ class SIDGRModel(nn.Module):
             `(num_rows · num_beams, hidden_size)`.
         """
         num_rows, num_beams = codes.shape
-        lengths = torch.zeros(2, batch.batch_size, dtype=torch.int64, device=codes.device)
-        lengths[1, :num_rows] = num_beams  # as candidates; histories are empty
+        keys, own = batch.features.keys(), batch.candidate_feature_name  # a sharded table expects the order of all keys
+        lengths = torch.zeros(len(keys), batch.batch_size, dtype=torch.int64, device=codes.device)
+        lengths[keys.index(own), :num_rows] = num_beams  # as candidates; the other sequences are empty
         features = KeyedJaggedTensor(
-            keys=self.embedding.feature_names,
+            keys=keys,
             values=codes.flatten() + codebook_offsets(self.config.codebook_sizes)[hierarchy],
             lengths=lengths.flatten(),
             stride=batch.batch_size,
-            length_per_key=[0, num_rows * num_beams],
+            length_per_key=[num_rows * num_beams if key == own else 0 for key in keys],
         )
-        return self.embedding(features)[self.embedding.feature_names[1]].values()
+        return self.embedding(features)[own].values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -119,6 +120,24 @@ def _compare_with_enumeration():
         ranking, scores = plain.ranking(history, model.trie.sids)
         assert found.leaves[row].tolist() == ranking
         assert _largest(found.log_probs[row], scores[ranking]) < 1e-5
+
+
+@on_two_ranks
+def test_a_sharded_table_generates_whatever_the_keys_of_the_batch():
+    """In another order, and with a contextual feature, which the model does not use."""
+    with model_parallel():
+        batch = make_batch(1 + dist.get_rank())
+        context = KeyedJaggedTensor.from_lengths_sync(["age"], *torch.ones(2, 6, dtype=torch.int64))
+        history, candidates = batch.features.split([1, 1])
+        expected = build_sharded("row_wise").eval().module.generate(batch)
+        other = dataclasses.replace(
+            batch,
+            features=KeyedJaggedTensor.concat([candidates, context, history]),
+            feature_to_max_seqlen=batch.feature_to_max_seqlen | {"age": 1},
+            contextual_feature_names=["age"],
+        )
+        found = build_sharded("row_wise").eval().module.generate(other)
+        assert torch.equal(found.leaves, expected.leaves) and torch.equal(found.log_probs, expected.log_probs)
 
 
 def share(batch):
