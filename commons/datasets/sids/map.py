@@ -172,8 +172,8 @@ def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0)
     capacity = math.prod(codebook_sizes)
     if not 1 <= num_items <= capacity:
         raise ValueError(
-            f"num_items is {num_items}, codebooks of {list(codebook_sizes)} codes make {capacity} SIDs; items have "
-            "different SIDs: lower num_items or enlarge the codebooks"
+            f"num_items (sid.num_random_items) is {num_items}, codebooks of {list(codebook_sizes)} codes make "
+            f"{capacity} SIDs; items have different SIDs: lower it or enlarge the codebooks"
         )
     rng = np.random.default_rng(seed)
     if 2 * num_items > capacity:

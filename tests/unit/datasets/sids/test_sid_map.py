@@ -133,7 +133,7 @@ def test_random_maps_have_different_sids(sizes, seed, data):
     sid_map = random_sid_map(num_items, sizes, seed)  # its constructor looks for shared SIDs
     assert sid_map.num_items == num_items
     assert np.array_equal(sid_map.codes, random_sid_map(num_items, sizes, seed).codes)
-    with pytest.raises(ValueError, match=f"num_items is {capacity + 1}"):
+    with pytest.raises(ValueError, match=rf"\(sid.num_random_items\) is {capacity + 1}"):
         random_sid_map(capacity + 1, sizes, seed)
 
 
