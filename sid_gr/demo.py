@@ -44,7 +44,7 @@ class DemoOptions(demo.DemoOptions):
 
     steps: int = 240  # measured steps, each trained both ways; at most one epoch
     batch_size: int = 8  # users per rank and step
-    max_history_seqlen: int = 512  # most ratings of a user; older ratings are cut off
+    max_history_seqlen: int = 512  # most ratings of a history; older ratings are cut off
     num_layers: int = 2  # layers of the model; its other dimensions are the defaults
     codebook_sizes: tuple[int, ...] = (64, 64, 64)  # codes of each hierarchy
     run_dir: Path = Path("runs/demo-sid")  # folder for the data, the folders of both runs, report.html and report.png
