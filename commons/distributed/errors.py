@@ -136,7 +136,8 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
         )
         raise ValueError(f"{made}; all ranks make the same calls in the same order: correct the program")
     for name in dict.fromkeys(itertools.chain.from_iterable(options for _, options in calls)):
-        values, verb = [options.get(name) for _, options in calls], "is"
+        values: list[Any] = [options.get(name) for _, options in calls]
+        verb = "is"
         if all(value == values[0] for value in values):
             continue
         if all(isinstance(value, dict) for value in values):

@@ -86,22 +86,16 @@ def train(
     run_dir,
     *,
     sharding="row_wise",
-    dropout=0.2,
-    heads=2,
     disk_full=False,
     global_batch=8,
     loaders=None,
-    model=None,
+    model=(),
     **changes,
 ):
     """Steps of one run, on the ranks of a pool, and its recipe."""
-    args = TrainerArgs(
-        global_batch // dist.get_world_size(),
-        4,
-        run_dir=run_dir,
-        **{"log_interval": 1, "eval_interval": 4, "sinks": (), "enable_balanced_shuffler": True} | changes,
-    )
-    model = {"dropout": dropout, "num_attention_heads": heads} | (model or {})
+    given = {"log_interval": 1, "eval_interval": 4, "sinks": (), "enable_balanced_shuffler": True} | changes
+    args = TrainerArgs(global_batch // dist.get_world_size(), 4, run_dir=run_dir, **given)
+    model = {"dropout": 0.2, "num_attention_heads": 2} | dict(model)
     config = movielens_config(data, args, optimizer={"dense_lr": 0.01, "sharding": sharding}, **model)
     recipe = Odd(config, CPU)
     vars(recipe).update(loaders or {})
@@ -148,9 +142,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(two_ranks, data, tmp_pa
     assert after == expected
 
 
-RETRIEVAL = {"task": "retrieval"}
-
-
 @pytest.mark.parametrize(
     "num_ranks, sharding, model",
     [
@@ -158,12 +149,12 @@ RETRIEVAL = {"task": "retrieval"}
         pytest.param(4, "row_wise", {}, marks=pytest.mark.slow),
         pytest.param(4, "table_wise", {}, marks=pytest.mark.slow),
         # Negatives of the rank's own batch, the default, depend on the number of ranks: docs/launch.md has these two.
-        pytest.param(1, "row_wise", RETRIEVAL | {"in_batch_pool": "global"}, marks=pytest.mark.slow),
-        pytest.param(1, "row_wise", RETRIEVAL | {"num_negatives": 9}, marks=pytest.mark.slow),
+        pytest.param(1, "row_wise", {"task": "retrieval", "in_batch_pool": "global"}, marks=pytest.mark.slow),
+        pytest.param(1, "row_wise", {"task": "retrieval", "num_negatives": 9}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_with_other_ranks(rank_pools, data, tmp_path, num_ranks, sharding, model):
-    changes = settings(tmp_path / "checkpoints", dropout=0.0, model=model)
+    changes = settings(tmp_path / "checkpoints", model={"dropout": 0.0} | model)
     rank_pools[2].run(run, data, str(tmp_path / "whole"), **changes)
     saving = changes | {"max_train_iters": SAVE_AT, "ckpt_save_interval": 100}
     rank_pools[2].run(run, data, str(tmp_path / "parts"), **saving)
@@ -253,7 +244,9 @@ def test_what_a_checkpoint_is_refused_for(two_ranks, data, tmp_path, saved):
     (_, of_split), _ = two_ranks.run(_warnings, str(other), str(tmp_path / "split"), **changes)
     assert any("is within an epoch that was read with split_seed = 0, this run has 7; " in text for text in of_split)
     assert any("no trace was recorded: this run has trained none of the steps from 100 to 199" in text for text in said)
-    for error in two_ranks.run(error_of, run, data, str(tmp_path / "heads"), heads=4, **changes):
+    for error in two_ranks.run(
+        error_of, run, data, str(tmp_path / "heads"), model={"num_attention_heads": 4}, **changes
+    ):
         assert "hstu.num_attention_heads = 2, this run has 4" in error
     nowhere = changes | {"ckpt_save_interval": 2, "ckpt_load_dir": str(tmp_path / "nowhere")}
     for error in two_ranks.run(error_of, run, data, str(tmp_path / "none"), **nowhere):
