@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commons.distributed.errors import raise_first_difference
 from commons.distributed.process_group import resolve_process_group
 from commons.run_log.files import (
     CONFIG_FILE,
@@ -126,19 +127,13 @@ def run_training(recipe: Recipe) -> TrainSummary:
 
 def _require_equal_settings(config: Any, device: torch.device) -> None:
     """Raise ValueError on all ranks if their settings differ: they would wait for one another, or train two models."""
-    own = dict(_shared_settings(config)) | {"trainer.ckpt_load_dir given": str(bool(config.trainer.ckpt_load_dir))}
-    first, *others = gather_values(own, device)
-    for rank, other in enumerate(others, 1):
-        for name in {**first, **other}:
-            if other.get(name) != first.get(name):
-                raise ValueError(
-                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}; all ranks train one "
-                    "run: start every rank with the same config and flags"
-                )
+    own = dict(_shared_settings(config)) | {"trainer.ckpt_load_dir given": bool(config.trainer.ckpt_load_dir)}
+    settings = gather_values(own, device)
+    raise_first_difference([("training", each) for each in settings], range(len(settings)))
 
 
-def _shared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and texts of the settings that are equal on all ranks.
+def _shared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values of the settings that are equal on all ranks.
 
     Without values that JSON does not have, such as a Path, and without the fields that a user's subclass of a section
     adds, such as the name of the host.
@@ -150,7 +145,8 @@ def _shared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, str]
             yield from _shared_settings(value, f"{name}.")
         elif not (name.endswith(_PATHS) or name.startswith(_PER_RANK)):
             with contextlib.suppress(TypeError):
-                yield name, json.dumps(value, sort_keys=True)
+                json.dumps(value)
+                yield name, value
 
 
 def open_run_folder(config: Any, device: torch.device, *, logs_to_file: bool) -> None:

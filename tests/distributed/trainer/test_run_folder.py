@@ -186,15 +186,15 @@ def train_with(run_dir, flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((["--trainer.seed", "1"], ["--trainer.seed", "2"]), "trainer.seed is 1 on rank 0 and 2 on rank 1; "),
-        (([], ["--model.num-layers", "3"]), "model.num_layers is 1 on rank 0 and 3 on rank 1; "),
-        ((["--dataset.shuffle"], []), "dataset.shuffle is true on rank 0 and false on rank 1; "),
-        (([], ["--shuffler-type", "tokens"]), 'shuffler_type is "hstu" on rank 0 and "tokens" on rank 1; '),
+        ((["--trainer.seed", "1"], ["--trainer.seed", "2"]), "trainer.seed is 1 on rank 0 and 2 on rank 1 in training"),
+        (([], ["--model.num-layers", "3"]), "model.num_layers is 1 on rank 0 and 3 on rank 1 in training"),
+        ((["--dataset.shuffle"], []), "dataset.shuffle is True on rank 0 and False on rank 1 in training"),
+        (([], ["--shuffler-type", "tokens"]), "shuffler_type is 'hstu' on rank 0 and 'tokens' on rank 1 in training"),
     ],
 )
 def test_settings_that_differ_are_an_error_on_every_rank(two_ranks, tmp_path, flags, said):
     first, second = two_ranks.run(error_of, train_with, str(tmp_path), flags)
-    assert first == second and first.startswith(f"ValueError: {said}") and not any(tmp_path.iterdir())
+    assert first == second and first.startswith(f"ValueError: {said}; ") and not any(tmp_path.iterdir())
 
 
 def test_a_mistake_on_one_rank_is_raised_on_every_rank(two_ranks, data, tmp_path):
