@@ -43,7 +43,7 @@ _OF_BALANCED = (
     "balancing, and step times are not used."
 )
 _OF_SAME_ROWS = (
-    "Some ranks have rows of the same lengths in every step. Unless they are tensor-parallel peers, their rows are "
+    "Some ranks have rows of the same lengths in every step. Unless they are model-parallel peers, their rows are "
     "trained several times: give each rank its own rows, such as by torch's DistributedSampler."
 )
 
