@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -66,7 +67,7 @@ class Evaluation:
         batch; the results are then of the rows until that batch.
 
         Returns:
-            `loss`, the mean over all loss terms; `rows`, the number of real rows; and the metrics.
+            `loss`, the mean over all loss terms, NaN without any; `rows`, the number of real rows; and the metrics.
         """
         sums = StepSums()
 
@@ -93,7 +94,8 @@ class Evaluation:
                 if stop is not None:
                     stop.after_step()
             total = sums.all_reduce(self._device)
-            results: dict[str, Any] = {"loss": total.mean_loss, "rows": total.rows}
+            loss = total.mean_loss if total.loss_terms else math.nan  # 0 would be the loss of a perfect model
+            results: dict[str, Any] = {"loss": loss, "rows": total.rows}
             if self._metrics is not None:
                 results |= self._metrics.compute()
                 self._metrics.reset()

@@ -109,6 +109,13 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
     assert logged[-2]["loss"] < logged[0]["loss"] and "mfu" not in logged[0]  # a CPU has no peak rate in the table
 
 
+def test_an_evaluation_without_rows_has_no_loss(two_ranks, tmp_path):
+    """Nor has one of a ranking model whose rows have no candidates; 0 would be that of a perfect model."""
+    two_ranks.run(run_loop, str(tmp_path), "none", ([2, 1], [0, 0]), False)
+    found = [(line["eval_loss"], line["eval_rows"]) for line in lines(tmp_path) if "eval_loss" in line]
+    assert found == [(None, 0)]
+
+
 def test_a_log_on_a_full_disk_ends_no_training(two_ranks, tmp_path):
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     results = two_ranks.run(run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, sinks=())
