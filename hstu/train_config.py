@@ -95,3 +95,8 @@ class TrainConfig:
                 f"task is 'retrieval' and max_num_candidates is {self.dataset.max_num_candidates}; retrieval predicts "
                 "every next item, with all items as candidates: set it to 0"
             )
+        if self.task == "retrieval" and self.dataset.max_history_seqlen < 2:
+            raise ValueError(
+                f"task is 'retrieval' and max_history_seqlen is {self.dataset.max_history_seqlen}; retrieval predicts "
+                "an item of the history from the items before it: give 2 or more"
+            )

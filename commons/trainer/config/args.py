@@ -230,8 +230,9 @@ class DatasetArgs:
     sid, and sid-NAME with NAME one of the others."""
 
     max_history_seqlen: int
-    """Maximum number of items in a history; older items are cut off. In random data, history and candidates together
-    have at most max_history_seqlen + max_num_candidates items."""
+    """Maximum number of items in a history; older items are cut off. In HSTU's retrieval, the last of them is the item
+    that is predicted. In random data, history and candidates together have at most max_history_seqlen +
+    max_num_candidates items."""
 
     dataset_path: str | None = None
     """The folder of the preprocessed data; None for random data."""

@@ -222,6 +222,7 @@ def test_every_option_reaches_the_model():
         (ExecutionConfig(), {"compute_dtype": "fp8"}, "'fp8'; it must be one of 'fp32', 'bf16', 'fp16'"),
         (ExecutionConfig(), {"kernel_backend": "hstu_attn"}, "it must be one of 'auto', 'pytorch', 'triton'"),
         (RUN, {"task": "retrieval"}, "task is 'retrieval' and max_num_candidates is 3"),
+        (RUN, {"task": "retrieval", "dataset": DatasetArgs("random", 1)}, "'retrieval' and max_history_seqlen is 1"),
     ],
 )
 def test_settings_are_checked(config, change, message):
