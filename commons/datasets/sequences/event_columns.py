@@ -50,7 +50,7 @@ class EventColumns:
 
     context: tuple[str, ...] | None = None
     """Columns of contextual features, one token each: integers, strings or booleans; the value of a user's latest event
-    counts. The column of users may be one of them."""
+    counts. The column of users may be one of them; evaluation is of other users, whose embeddings are not trained."""
 
     def __post_init__(self) -> None:
         require_field_types(self)
