@@ -116,7 +116,7 @@ def pack_micro_batches(
         return _pack_jointly(batch, spec, given, group, options, trim, timeout)
     offer, error = capture_error(lambda: _Offer.alone(batch, spec, given, joint, trim))
     with closing(ControlChannel(group, timeout, moves_rows=False)) as channel:
-        needs = _agree(channel, options, offer, error)
+        needs = _agree(channel, None if batch is None else options, offer, error)  # without a batch nothing is given
         assert offer is not None  # noqa: S101  a mistake has been raised
         if not _all_can_make(needs) and spec.packing_algorithm != "refined":
             refined = dataclasses.replace(spec, packing_algorithm="refined")
@@ -218,7 +218,9 @@ class _Offer:
                 "trim is given and joint is False; trimming is part of the exchange of rows: set joint=True, or trim "
                 "the batch with trim_batch"
             )
-        return cls.of(spec, RowColumns.of(RowColumns.checked(batch, Rows.of(batch).count, **given)), may_fail=False)
+        no_rows = batch is None  # an error with the remedy, as for a batch of 0 rows
+        columns = dict.fromkeys(given) if no_rows else RowColumns.checked(batch, Rows.of(batch).count, **given)
+        return cls.of(spec, RowColumns.of(columns), may_fail=False)
 
     @classmethod
     def joint(
@@ -251,7 +253,7 @@ class _Offer:
 
 
 def _agree(
-    channel: ControlChannel, options: dict[str, Any], offer: _Offer | None, error: Exception | None
+    channel: ControlChannel, options: dict[str, Any] | None, offer: _Offer | None, error: Exception | None
 ) -> list[_Needs]:
     """The needs of every rank. Raises any rank's error on all ranks, and ValueError if options differ."""
     if error is not None and channel.world_size == 1:

@@ -224,6 +224,11 @@ MISTAKES = {
             "workloads given is True on rank 0 and False on rank 1",
         ),
         (lambda rank: {} if rank else {"loss_tokens": [1, 2, 3]}, "loss_tokens given is True on rank 0 and False on"),
+        # A rank without a batch has no loss tokens either.
+        (
+            lambda rank: {"lengths": [[1, 2, 3], None]} | ({} if rank else {"loss_tokens": [1, 2, 3]}),
+            "rank 1: the batch has no rows; every micro-batch has at least one: take rows of other ranks with joint",
+        ),
         (lambda rank: {"spec": None} if rank else {}, "spec is 'MicroBatchSpec' on rank 0 and 'NoneType' on rank 1"),
     ],
 }
