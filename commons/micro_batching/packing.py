@@ -81,8 +81,9 @@ def pack_micro_batches(
         loss_tokens: terms of the loss in each row, `(rows,)`, such as from `count_loss_tokens`; None for the number of
             label values of a BaseBatch with labels, else for `lengths`.
         groups: integers or strings `(rows,)`: rows with equal values, such as the answers to one prompt or a preference
-            pair, stay in one micro-batch; with `joint` also rows of several ranks. An alternative to
-            `MicroBatchSpec.granularity`, which keeps neighbours together.
+            pair, stay in one micro-batch; with `joint` also rows of several ranks. Rows keep their order, so those of a
+            group are neighbours there only if they were. An alternative to `MicroBatchSpec.granularity`, which keeps
+            neighbours together.
         joint: whether to plan the rows of all ranks together; equal on all ranks.
         trim: with `joint`, the fields that are padded sequences. Their widths may differ between ranks; a rank's result
             is as wide as its longest row, filled with the fields' own padding value (`Trim.fill`).
