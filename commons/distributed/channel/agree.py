@@ -82,6 +82,8 @@ class ControlChannel(NamedCollectives):
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._given, self._timeout, self._process = group, timeout, os.getpid()
+        # Compared with the call: groups over the same ranks share connections, so calls of two threads would mix rows.
+        self._where = "" if group is None or group is dist.group.WORLD else f" in the group {group.group_name!r}"
         self._groups: GroupPair | None = None
         self._groups_of_main: GroupPair | None = None
         if self.world_size > 1:
@@ -179,7 +181,8 @@ class ControlChannel(NamedCollectives):
             RuntimeError: any other error of a rank.
             RankMissingError: a rank did not join in time.
         """
-        text, digest, problem = _without_options(call) if options == {} else _as_json(call, options)
+        made = call if call == _CONNECTION else call + self._where
+        text, digest, problem = _without_options(made) if options == {} else _as_json(made, options)
         error = error or problem or self._problem
         state = 0 if error is None else _FAILED if options is not None and problem is None else _OPTIONS_UNKNOWN
         last = 2 + len(numbers)

@@ -262,7 +262,7 @@ def calls_of(moved, share):
 @on("four_ranks", timeout=120)
 def test_a_subgroup_s_errors_name_global_ranks():
     """As the shuffler's do: with tensor parallelism every data-parallel group is a subgroup."""
-    group, rank = dist.new_group([1, 3]), dist.get_rank()
+    group, other, rank = dist.new_group([1, 3]), dist.new_group([1, 3]), dist.get_rank()
     if rank not in (1, 3):
         return
     wrong = {"workloads": [-1, 2, 3] if rank == 3 else [1, 2, 3], "group": group}
@@ -274,6 +274,11 @@ def test_a_subgroup_s_errors_name_global_ranks():
         (error_of(redistribute, batch={"a": dense([1, 2, 3]), "meta": rank}, group=group), "ranks 1 and 3 differ"),
         (error_of(redistribute, batch=padded, trim=Trim("mask"), group=group), "rows on ranks 1 and 3; "),
         (error_of(scatter_balanced, *role, group=group), "rank 3: this rank passes batch, the source is rank 1; "),
+        # As two threads do whose calls come in another order on each rank; rows of both calls would mix.
+        (
+            error_of(redistribute, group=group if rank == 3 else other),
+            f"rank 1 calls redistribute_balanced in the group {other.group_name!r} and rank 3 calls redistribute_bal",
+        ),
     ):
         assert said in error
 
