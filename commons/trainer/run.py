@@ -39,7 +39,7 @@ from commons.trainer.ranks.collectives import (
     on_rank_0,
     raised_on_all_ranks,
 )
-from commons.trainer.ranks.errors import OWN_PACKAGES, log_to_file
+from commons.trainer.ranks.errors import log_to_file
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from commons.trainer.recipe import Recipe
@@ -135,11 +135,10 @@ def _require_equal_settings(config: Any, device: torch.device) -> None:
 def _shared_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Names and values of the settings that are equal on all ranks.
 
-    Without values that JSON does not have, such as a Path, and without the fields that a user's subclass of a section
+    Without values that JSON does not have, such as a Path, and without the fields that a user's subclass of TrainerArgs
     adds, such as the name of the host.
     """
-    ours = (each for each in type(section).__mro__ if each.__module__.partition(".")[0] in OWN_PACKAGES)
-    for field in dataclasses.fields(next(ours, type(section))):
+    for field in dataclasses.fields(TrainerArgs if isinstance(section, TrainerArgs) else section):
         name, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
             yield from _shared_settings(value, f"{name}.")

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import shutil
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from commons.run_log.comparison import compare_runs
 from commons.run_log.reading import read_runs
 from commons.run_log.report import RunReport
-from commons.trainer.config.args import TrainerArgs
-from commons.trainer.config.load import load_config
+from commons.trainer.config.args import DatasetArgs, TrainerArgs
+from commons.trainer.config.load import load_config, same_fields
 from commons.trainer.folder_lock import lock_folder, unlock_folder
 from commons.trainer.ranks import errors
 from commons.trainer.run import open_run_folder, run_training, train
@@ -235,14 +235,25 @@ class OwnArgs(TrainerArgs):
     rank: int = 0
 
 
-def train_with_own_settings(run_dir):
+@dataclass
+class OwnData(DatasetArgs):
+    """The same of the data."""
+
+    rank: int = 0
+
+
+def train_with_own_settings(run_dir, section, own_class):
     config = load_config(TrainConfig, [*RUN, "--trainer.run-dir", run_dir])
-    settings = {each.name: getattr(config.trainer, each.name) for each in fields(TrainerArgs)}
-    return train(HSTURecipe, replace(config, trainer=OwnArgs(**settings, rank=dist.get_rank()))).steps
+    own = own_class(**same_fields(type(getattr(config, section)), getattr(config, section)), rank=dist.get_rank())
+    return train(HSTURecipe, replace(config, **{section: own})).steps
 
 
-def test_settings_of_a_users_own_may_differ_between_ranks(two_ranks, tmp_path):
-    assert two_ranks.run(train_with_own_settings, str(tmp_path)) == [6, 6]
+def test_own_settings_of_a_trainer_may_differ_between_ranks_and_those_of_data_may_not(two_ranks, tmp_path):
+    assert two_ranks.run(train_with_own_settings, str(tmp_path), "trainer", OwnArgs) == [6, 6]
+    said = two_ranks.run(error_of, train_with_own_settings, str(tmp_path), "dataset", OwnData)
+    assert said[0] == said[1] and said[0].startswith(
+        "ValueError: dataset.rank is 0 on rank 0 and 1 on rank 1 in training; "
+    )
 
 
 @dataclass(frozen=True)
