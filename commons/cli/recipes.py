@@ -36,10 +36,12 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
     """
     config = find_config(config)
     require_file(config, "--config names the TOML or YAML file of a training run: correct the path")
+    read_as = ""
     if model is None:
         dataset = read_config_file(config).get("dataset")
         name = dataset.get("dataset_name") if isinstance(dataset, Mapping) else None
         model = "sid_gr" if name in SID_DATASETS else "hstu"
+        read_as = f"; without --model, this is a config of {model}: name your own package with --model"
     if not all(part.isidentifier() for part in model.split(".")):
         raise ValueError(f"model is {model!r}; it names an importable package, such as 'hstu': correct it")
     name = f"{model}.recipe"
@@ -55,7 +57,10 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
         raise ValueError(f"module {name} cannot be imported ({error}): correct it, or install what it needs") from error
     if not hasattr(module, "RECIPE"):
         raise ValueError(f"module {name} has no RECIPE, the model's class derived from Recipe: add it")
-    return module.RECIPE.load(config, device)
+    try:
+        return module.RECIPE.load(config, device)
+    except ValueError as error:
+        raise ValueError(f"{error}{read_as}") from error
 
 
 def choose_device(name: str, threads: int) -> torch.device:
