@@ -18,7 +18,7 @@ from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.perf_model.gain import Budget, Comparison, DealtRows, LoadedRows, StepCost, compare_ways, deal
 from commons.perf_model.loads import sum_by_rank
 from commons.perf_model.partitioner.inputs import MOST_LOAD
-from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask
+from commons.perf_model.task_estimator import AttentionTask, HSTUAttentionTask, SelfAttentionTask
 
 # Smallest speed-up for which balancing, or a larger change over a smaller one, is advised.
 WORTH = 1.02
@@ -69,7 +69,7 @@ def describe_task(model: AttentionTask | None) -> str:
     """A text of the cost of a row: the dimensions of the model whose operations are counted, None for tokens."""
     if model is None:
         return "tokens"
-    kind, more = "transformer", ""
+    kind, more = "transformer" if isinstance(model, SelfAttentionTask) else type(model).__name__, ""
     if isinstance(model, HSTUAttentionTask):
         kind, more = "hstu", f", values × {model.value_dim}" if model.value_dim else ""
         more += ", output of [u, x, y]" if model.concat_ux else ""

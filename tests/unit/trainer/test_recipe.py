@@ -15,8 +15,9 @@ from commons.cli import recipes
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
 from commons.datasets.public.movielens import preprocess_movielens
 from commons.datasets.samplers.epoch import Place
+from commons.distributed.options import ShufflerOptions
 from commons.perf_model.measurement import RowTokens
-from commons.perf_model.task_estimator import SelfAttentionTask, training_flops
+from commons.perf_model.task_estimator import AttentionTask, SelfAttentionTask, training_flops
 from commons.trainer import DatasetArgs, TrainerArgs
 from commons.trainer.data import RowsInTurn
 from commons.trainer.demo import DemoOptions, choose_ranks, prepare_data
@@ -64,6 +65,22 @@ def config(tmp_path, monkeypatch):
 def test_a_recipe_of_four_members_can_be_simulated(config, told):
     shown = told("simulate", "--config", str(config), "--ranks", "2", "--steps", "3")
     assert "2 ranks × 4 rows, 3 steps" in " ".join(shown.split())
+
+
+class OwnTask(AttentionTask):
+    def _pairs(self, seqlen, num_targets, num_contextual):
+        return seqlen
+
+    def forward_flops(self, tokens, pairs):
+        return tokens + pairs
+
+
+@pytest.mark.parametrize(("task", "kind"), [(SelfAttentionTask, "transformer"), (OwnTask, "OwnTask")])
+def test_the_cost_of_a_row_has_the_name_of_its_task(config, monkeypatch, task, kind):
+    config.write_text('shuffler_type = "identity"\n' + CONFIG)
+    monkeypatch.setattr(Least, "task", task(8, 1, 8))
+    source = recipes.read_config_rows(config, None, ShufflerOptions(), (2,), 1)
+    assert source.task == f"{kind}, hidden 8, 1 layers, 1 heads × 8"
 
 
 def test_a_recipe_that_cannot_be_calibrated_is_named_with_what_it_lacks(config, tmp_path, mistake):
