@@ -36,8 +36,8 @@ class Recipe(ABC):
     """A model, its data and its costs, built from a config; it is also a `commons.perf_model.measurement.CostTarget`.
 
     A subclass must define `config_class`, `task`, `row_tokens` and `build_model`; for `evenrank calibrate` also
-    `single_process_model` and `make_batch`. Every other method may be overridden. `device` is the device of this rank,
-    or of the only process.
+    `single_process_model` and `make_batch`. Every other method may be overridden: for other data `open_loaders`, and
+    `single_loader`, which `evenrank simulate` reads. `device` is the device of this rank, or of the only process.
     """
 
     # A dataclass with the fields `trainer` (TrainerArgs), `dataset` (DatasetArgs), `optimizer` (OptimizerArgs) and
