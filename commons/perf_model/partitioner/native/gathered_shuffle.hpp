@@ -36,7 +36,7 @@ class Shuffle {
       : given_(given), out_(out), at_(out + kHeadSize), room_(room), indices_(indices), index_room_(index_room) {
     require(given.num_ranks > 0 && given.steps > 0 && given.num_ranks <= INT32_MAX / given.steps && room >= kHeadSize,
             "shuffle: sizes do not match");
-    require(given.method >= 0 && given.method <= static_cast<Weight>(Method::kSnake) && given.slack >= 0 &&
+    require(given.method >= 0 && given.method < static_cast<Weight>(Method::kEnd) && given.slack >= 0 &&
                 given.slack <= 1 && given.ranks_per_node > 0 && given.num_keys >= 0 && given.num_kept >= 0,
             "shuffle takes checked arguments: a number is out of its range");
     const auto method = static_cast<Method>(given.method);

@@ -13,7 +13,7 @@ namespace evenrank {
 // finally without a limit.
 constexpr std::array<int, 7> kLoadRoom = {8, 6, 5, 4, 3, 2, 1};
 
-enum class Method { kKarmarkarKarp, kLpt, kRefined, kSnake };
+enum class Method { kKarmarkarKarp, kLpt, kRefined, kSnake, kEnd };  // kEnd follows the last one
 
 // floor(load * (1 + slack)) for a slack in [0, 1], computed exactly: a float times a load of 60 bits would be rounded,
 // and a plan must not depend on rounding. A double is a 53-bit integer times a power of two.

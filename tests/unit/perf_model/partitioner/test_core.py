@@ -1,5 +1,6 @@
 """The native core: one library for every Python, what is summed over rows, and mistakes that it refuses."""
 
+import re
 import shutil
 import sys
 import threading
@@ -110,6 +111,12 @@ def test_the_version_is_that_of_the_sources_less_their_comments(tmp_path):
     assert hash_of_sources(copied) == core.SOURCES
     header.write_text(header.read_text().replace("return value / by", "return 1 + value / by"))
     assert hash_of_sources(copied) != core.SOURCES
+
+
+def test_methods_have_the_order_of_the_core():
+    """The shuffle accepts every number before the last name, which is none of them."""
+    names = re.search(r"enum class Method {(.*?)}", (NATIVE / "plan.hpp").read_text())[1].split(",")
+    assert [name.strip().lower() for name in names] == [f"k{each.replace('_', '')}" for each in (*core.METHODS, "end")]
 
 
 @pytest.fixture
