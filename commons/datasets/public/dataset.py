@@ -153,7 +153,7 @@ class TextFile:
         }
         stated = ", ".join(f"{key} = {value}" for key, value in options.items())
         texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
-        values = ", ".join(f"{column.sql(text)} AS {column.name}" for column, text in zip(layout.columns, texts))
+        values = ", ".join(f'{column.sql(text)} AS "{column.name}"' for column, text in zip(layout.columns, texts))
         with self.path.open("rb") as file:
             has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
         try:
@@ -236,7 +236,8 @@ class PublicDataset:
     raw: RawKind  # its published archive
     event_files: tuple[str, ...]  # files of events; the order breaks ties between equal times
     layout: TextLayout  # layout of the event files
-    event: Mapping[str, str]  # SQL of the layout's columns, by column of the store
+    # SQL of the layout's columns, by column of the store; "order" and "user-id" need these quotes.
+    event: Mapping[str, str]
     action_vocabulary_size: int  # actions lie in `[0, action_vocabulary_size)`
     # Name and layout of the file that lists every "user" or "item"; the layout's first column is the id, the other
     # columns of users are contextual features. Without a file, users or items are those of the events.
