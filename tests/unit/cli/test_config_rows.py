@@ -276,12 +276,6 @@ def test_mistakes_are_one_line(tmp_path, mistake, config, command, flags, messag
     assert message in mistake(command, "--config", config, *needed[command], *flags)
 
 
-def test_a_config_of_ones_own_model_needs_its_package(config, mistake):
-    Path(config).write_text("hidden_size = 8\n" + Path(config).read_text())
-    said = mistake("simulate", "--config", config, "--ranks", "2")
-    assert "hidden_size (write model.hidden_size); without --model, this is a config of hstu: name your own" in said
-
-
 def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):
     asked = []
     fake = types.SimpleNamespace(RECIPE=types.SimpleNamespace(load=lambda config, device: None))

@@ -126,3 +126,9 @@ def test_advice_replaces_the_config_s_own_way_to_balance(tmp_path, asked, settin
     on = "--trainer.enable-balanced-shuffler --trainer.shuffle-window 2"
     trainer = load_config(TrainConfig, [*flags, *on.split(), *of_window.split()]).trainer
     assert (trainer.balancing, trainer.shuffle_window) == ("windows", 2)
+
+
+def test_a_config_of_ones_own_model_needs_its_package(tmp_path, mistake):
+    (tmp_path / "mine.toml").write_text("hidden_size = 8")
+    said = mistake("simulate", "--config", str(tmp_path / "mine.toml"), "--ranks", "2")
+    assert "hidden_size (write model.hidden_size); without --model, this is a config of hstu: name your own" in said
