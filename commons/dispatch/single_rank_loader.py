@@ -181,8 +181,8 @@ class SingleRankLoader(Iterable[Any]):
             share = scatter_rows(
                 self._channel, _CALL, self._options, self._source, self._trims, lambda: self._read(source, error)
             )
-        finally:  # also for a batch with an error, which a resumed iteration skips too
-            self._batches += 1
+        finally:  # also for a batch with an error, which a resumed iteration skips too; not if no batch could be read
+            self._batches += error is None
         if share is None:
             self._batches = 0
         elif self._pin_memory:
@@ -195,10 +195,14 @@ class SingleRankLoader(Iterable[Any]):
         if state is not None and state["loader"] is not None and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(state["loader"])
             return iter(loader)
-        source = iter(loader)
+        source, failed = iter(loader), None
         skipped = 0 if state is None else state["batches"]
         for number in range(skipped):
-            if next(source, _END) is _END:
+            batch, error = capture_error(lambda: next(source, _END))
+            failed = error or failed  # not raised again, unless the loader, as a generator, ends with it
+            if batch is _END and failed is not None:
+                raise failed
+            if batch is _END:
                 raise ValueError(
                     f"the state is {skipped} batches into the data, the loader ends after {number}; the state belongs "
                     "to other data or to another batch size: load the state of this loader"

@@ -125,6 +125,43 @@ def test_after_an_error_in_a_batch_the_loader_goes_on_with_the_next_one():
     loader.close()
 
 
+class Damaged(DataLoader):
+    """Cannot be opened at first, and has a row that cannot be read."""
+
+    opened = 0
+
+    def __iter__(self):
+        self.opened += 1
+        if self.opened == 1:
+            raise OSError("not mounted")
+        return super().__iter__()
+
+    @staticmethod
+    def read(rows):
+        if 5 in rows:
+            raise OSError("disk on fire")
+        return {"id": torch.tensor(rows)}
+
+
+@on_two_ranks
+def test_a_resumed_loader_skips_a_batch_with_an_error_but_none_that_was_never_read():
+    """The error came with every call, and the first batch was left out."""
+    source = Damaged(range(12), batch_size=4, collate_fn=Damaged.read) if dist.get_rank() == 0 else None
+    found = []
+    with contextlib.closing(SingleRankLoader(source)) as loader:
+        for _ in range(4):
+            try:
+                found.append(sorted(of_all(next(iter(loader))["id"].tolist())))
+            except RuntimeError as error:
+                found.append(str(error))
+            loader.load_state_dict(loader.state_dict())
+    errors = ["rank 0: OSError: not mounted", "rank 0: OSError: disk on fire"]
+    assert found == [errors[0], [0, 1, 2, 3], errors[1], [8, 9, 10, 11]]
+    with contextlib.closing(SingleRankLoader(failing())) as loader:  # a generator ends with its error
+        loader.load_state_dict({"batches": 5, "loader": None})
+        assert error_of(next, iter(loader)) == f"RuntimeError: {errors[1]}"
+
+
 def plain_loader():
     return DataLoader(list(dict_batches([4] * 6)), batch_size=None)
 
