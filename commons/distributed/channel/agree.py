@@ -83,7 +83,9 @@ class ControlChannel(NamedCollectives):
         self.rank = 0 if group is None else dist.get_rank(group)
         self._given, self._timeout, self._process = group, timeout, os.getpid()
         # Compared with the call: groups over the same ranks share connections, so calls of two threads would mix rows.
-        self._where = "" if group is None or group is dist.group.WORLD else f" in the group {group.group_name!r}"
+        # Only torch's numbers: another name, such as of `split_group`, has a hash of a count that ranks may not share.
+        name = "" if group is None or group is dist.group.WORLD else group.group_name
+        self._where = f" in the group {name!r}" if name.isdigit() else ""
         self._groups: GroupPair | None = None
         self._groups_of_main: GroupPair | None = None
         if self.world_size > 1:
