@@ -127,7 +127,7 @@ def test_tensor_parallel_peers_need_the_same_calibration(calibration):
     assert text_of(lambda load, name: load(name)) == "no error"
     text = text_of(_slower)
     assert dist.get_rank() > 1 or "calibrations are {'per_token'" in text
-    assert "in shuffle of model-parallel peers; all ranks pass the same" in text
+    assert "in shuffle of model-parallel peers in the group " in text and "; all ranks pass the same" in text
     text = text_of(_missing)
     assert "rank 1: calibration" in text and "does not exist" in text
 
