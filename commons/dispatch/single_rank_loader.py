@@ -200,10 +200,8 @@ class SingleRankLoader(Iterable[Any]):
         for number in range(skipped):
             batch, error = capture_error(lambda: next(source, _END))
             failed = error or failed  # not raised again, unless the loader, as a generator, ends with it
-            if batch is _END and failed is not None:
-                raise failed
             if batch is _END:
-                raise ValueError(
+                raise failed or ValueError(
                     f"the state is {skipped} batches into the data, the loader ends after {number}; the state belongs "
                     "to other data or to another batch size: load the state of this loader"
                 )

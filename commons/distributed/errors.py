@@ -138,12 +138,11 @@ def raise_first_difference(calls: Sequence[tuple[str, dict[str, Any]]], names: S
     for name in dict.fromkeys(itertools.chain.from_iterable(options for _, options in calls)):
         values: list[Any] = [options.get(name) for _, options in calls]
         verb = "is"
-        if all(value == values[0] for value in values):
-            continue
         if all(isinstance(value, dict) for value in values):
             keys = dict.fromkeys(itertools.chain.from_iterable(values))
             unlike = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
             values, verb = [{key: value.get(key) for key in unlike} for value in values], "are"
         ranks_with = _ranks_by(zip(names, map(repr, values)))
-        what = listed([f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_with.items()], " and ")
-        raise ValueError(f"{name} {verb} {what} in {calls[0][0]}; all ranks pass the same: make them equal")
+        if len(ranks_with) > 1 and any(value != values[0] for value in values):  # 1 is equal to 1.0, NaN reads as NaN
+            what = listed([f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_with.items()], " and ")
+            raise ValueError(f"{name} {verb} {what} in {calls[0][0]}; all ranks pass the same: make them equal")

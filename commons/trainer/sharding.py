@@ -46,9 +46,9 @@ def shard_model(
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank.
 
-    A collective call: every rank calls it with the same arguments. Tables on a real device keep their
-    weights, which must be equal on all ranks. On "meta" every rank initialises its shards from its own random state:
-    seed the ranks differently, or shards of different ranks have equal weights.
+    A collective call: every rank calls it with the same arguments. Tables on a real device keep their weights, which
+    must be equal on all ranks. On "meta" every rank initialises its shards from its own random state: seed the ranks
+    differently, or shards of different ranks have equal weights.
 
     Args:
         model: the model, with its tables in TorchRec's EmbeddingCollections.

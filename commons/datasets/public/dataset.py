@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from commons.console import reason_of
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
-from commons.datasets.sequences.event_store import EventStore, sql_text
+from commons.datasets.sequences.event_store import EventStore, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
@@ -152,8 +152,8 @@ class TextFile:
             "auto_detect": False,
         }
         stated = ", ".join(f"{key} = {value}" for key, value in options.items())
-        texts = [f"coalesce(c{self._names.index(column.name)}, '')" for column in layout.columns]
-        values = ", ".join(f'{column.sql(text)} AS "{column.name}"' for column, text in zip(layout.columns, texts))
+        texts = {each: f"coalesce(c{self._names.index(each.name)}, '')" for each in layout.columns}
+        values = ", ".join(f"{each.sql(text)} AS {sql_name(each.name)}" for each, text in texts.items())
         with self.path.open("rb") as file:
             has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
         try:

@@ -33,9 +33,8 @@ def agree_on_schema(
 ) -> tuple[BatchSchema | None, int]:
     """Compare settings and schemas over the ranks; a rank without data learns the schema.
 
-    The JSON values of `settings` must be equal on all ranks. This rank's batches are
-    `local`, see `ShuffleSession.prepare`, and `tables` are their packed rows. Ranks that have read the same rows are
-    logged once.
+    The JSON values of `settings` must be equal on all ranks. This rank's batches are `local`, see
+    `ShuffleSession.prepare`, and `tables` are their packed rows. Ranks that have read the same rows are logged once.
 
     Returns:
         The schema, or None if no rank has a batch; and the largest number of words of any rank.

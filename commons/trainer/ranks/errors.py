@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
-OWN_PACKAGES = ("commons", "hstu", "sid_gr")
+_OWN_PACKAGES = ("commons", "hstu", "sid_gr")
 # Only the OSErrors about a path: a broken connection is not a user's mistake.
 _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _USER_ERRORS = (ValueError, TypeError, KeyError, ImportError, *_PATH_ERRORS)
@@ -115,7 +115,7 @@ def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:
         shown = logging.StreamHandler()
         shown.setLevel(logging.WARNING)
         shown.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        for package in OWN_PACKAGES:
+        for package in _OWN_PACKAGES:
             logging.getLogger(package).addHandler(shown)
 
 

@@ -1,6 +1,7 @@
 """The store: an answer or an error within the deadline that names the host, alive, silent or ended; who is missing."""
 
 import json
+import math
 import socket
 import threading
 from unittest import mock
@@ -218,8 +219,10 @@ def test_an_error_without_text_is_described_by_its_line():
 
 
 def test_an_option_that_only_a_later_rank_has_is_a_difference():
-    """Of a newer version of evenrank, for example."""
-    calls = [("split", {"src": 0}), ("split", {"src": 0}), ("split", {"src": 0, "pad": True})]
+    """Of a newer version of evenrank, for example. NaN on all ranks is none, nor is 1 beside 1.0."""
+    equal = {"rate": math.nan, "src": {"at": math.nan}}
+    calls = [("split", equal | {"n": 1}), ("split", equal | {"n": 1.0}), ("split", equal | {"n": 1, "pad": True})]
+    raise_first_difference(calls[:2], [4, 5])
     with pytest.raises(ValueError, match="^pad is None on ranks 4, 5 and True on rank 6 in split; all ranks pass"):
         raise_first_difference(calls, [4, 5, 6])
 
