@@ -115,11 +115,12 @@ class _KeepWorker:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        if self._then is not None:
-            self._then(worker)
-        # A Python handler does not get the sender of a signal; sigwaitinfo does.
+        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked before `then` starts threads:
+        # the signal would reach one of them, where torch's handler ends the worker.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_on_signal_of_parent, name="evenrank-sigterm", daemon=True).start()
+        if self._then is not None:
+            self._then(worker)
 
 
 def _end_on_signal_of_parent() -> None:

@@ -4,6 +4,8 @@ import functools
 import os
 import socket
 import subprocess
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +55,8 @@ def test_libraries_find_the_variables_that_torchrun_sets(monkeypatch):
 
 def make_file(worker):
     Path(f"worker{worker}").touch()
+    # A signal to the process reaches any thread that does not block it.
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 
 def test_workers_outlive_the_signal_of_others(tmp_path, monkeypatch):
