@@ -14,13 +14,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import described, draw
 from benchmarks.shared.report import Page, every, measured, query
+from commons.dispatch import split_balanced
+from commons.perf_model.partitioner import partition_grid
+from commons.perf_model.task_estimator import SelfAttentionTask
 
 CAP, ROWS = 8192, 256
+RANKS, MINI_BATCHES = 8, 4
+TASK = SelfAttentionTask(hidden_size=4096, num_heads=32, head_dim=128, num_layers=32, vocab_size=32000)
 Groups = list[list[int]]
 
 
@@ -101,6 +107,42 @@ def measure_groups(
     return {"groups": len(groups), "spread": max(loads) * len(loads) / sum(loads), "ms": seconds * 1e3}
 
 
+def mini_batches_of_verl(lengths: np.ndarray) -> np.ndarray:
+    """Rows (ranks, mini-batches, rows of one): parts as its `_balance_batch` orders them, light rows at both ends."""
+    from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+    work = calculate_workload(torch.from_numpy(lengths)).tolist()
+    parts = [sorted(part, key=work.__getitem__) for part in get_seqlen_balanced_partitions(work, RANKS, True)]
+    return np.array([part[::2] + part[1::2][::-1] for part in parts]).reshape(RANKS, MINI_BATCHES, -1)
+
+
+def mini_batches_of_chunks(lengths: np.ndarray) -> np.ndarray:
+    """The same of `split_balanced`."""
+    rows = torch.arange(len(lengths))
+    chunks = split_balanced({"row": rows}, RANKS, TASK.get_workloads(torch.from_numpy(lengths)))
+    return torch.cat(chunks.indices).numpy().reshape(RANKS, MINI_BATCHES, -1)
+
+
+def mini_batches_of_grid(lengths: np.ndarray) -> np.ndarray:
+    """The same of `partition_grid`, as docs/from_verl.md shows."""
+    grid = partition_grid(TASK.get_workloads(lengths), RANKS, MINI_BATCHES)
+    return np.lexsort((grid.step, grid.assignment)).reshape(RANKS, MINI_BATCHES, -1)
+
+
+def measure_mini_batches(function: str, seed: int) -> dict[str, float]:
+    """Sum over the mini-batches of the largest load of a rank ÷ that of the mean load."""
+    lengths = draw("lognormal", RANKS * MINI_BATCHES * 8, seed)
+    loads = TASK.get_workloads(lengths)[MINI[function](lengths)].sum(axis=2)
+    return {"ratio": loads.max(axis=0).sum() / loads.mean(axis=0).sum()}
+
+
+MINI = {
+    "verl": mini_batches_of_verl,
+    "`split_balanced`": mini_batches_of_chunks,
+    "`partition_grid`": mini_batches_of_grid,
+}
+
+
 def main(seeds: int = 40, quick: Quick = False) -> None:
     """Group, print, and write benchmarks/results/drop_ins.md.
 
@@ -119,11 +161,23 @@ def main(seeds: int = 40, quick: Quick = False) -> None:
     )
     cases = every(function=functions, whose=("theirs", "ours"), seed=range(2 if quick else seeds))
     page.section("", query(measured(measure_groups, cases, functions=functions), _TABLE), _READING)
+    cases = every(function=MINI, seed=range(2 if quick else seeds))
+    page.section(
+        "Mini-batches",
+        f"{RANKS} ranks, {MINI_BATCHES} mini-batches of 8 rows per rank, cut from a rank's rows in their order; "
+        "workloads as in docs/from_verl.md. Sum over the mini-batches of the largest load ÷ sum of the mean loads. "
+        f"{described(['lognormal'])}",
+        query(measured(measure_mini_batches, cases), _RATIOS),
+    )
     page.finish(quick=quick)
 
 
 _TABLE = """
     SELECT function, whose, sum(groups)::INT AS groups, avg(spread) AS "largest load ÷ mean", median(ms) AS ms
+    FROM found GROUP BY ALL ORDER BY min(number)
+"""
+_RATIOS = """
+    SELECT function, avg(ratio) AS "largest ÷ mean, mean", max(ratio) AS worst
     FROM found GROUP BY ALL ORDER BY min(number)
 """
 _READING = (

@@ -12,15 +12,25 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.shared.command_line import Quick, from_command_line
 from benchmarks.shared.lengths import COSTS, described, draw
 from benchmarks.shared.plain import plain_first_fit
 from benchmarks.shared.report import Page, every, interleaved_medians, measured, milliseconds, query, share, values
-from commons.micro_batching import ffd_allocate, kk_allocate, packing_metrics, padded_allocate, refined_allocate
+from commons.micro_batching import (
+    MicroBatchSpec,
+    ffd_allocate,
+    kk_allocate,
+    packing_metrics,
+    padded_allocate,
+    refined_allocate,
+)
+from commons.micro_batching.joint_plan import plan_jointly
 
 LENGTHS = ("zipf", "lognormal", "bimodal", "gsm8k-like")
+JOINT_LENGTHS = ("zipf", "lognormal", "user-like")
 ALGORITHMS: dict[str, Callable[..., list[list[int]]]] = {
     "plain": plain_first_fit,
     "ffd": ffd_allocate,
@@ -36,6 +46,11 @@ _NAMES = ", ".join(f"'{name}'" for name in ALGORITHMS)
 _PACKED = f"""
     PIVOT (SELECT rows, lengths, capacity, divisor, seed, bound, room_used, algorithm, groups FROM found)
     ON algorithm IN ({_NAMES}) USING first(groups) ORDER BY ALL
+"""
+_JOINT = """
+    SELECT lengths, budget, micro_batches, avg(ratio) AS "largest ÷ mean", max(ratio) AS "largest ÷ mean, worst",
+        avg(moved) AS moved, max(moved) AS "moved, most"
+    FROM found GROUP BY ALL ORDER BY min(number)
 """
 _TIME = f"""
     PIVOT (SELECT rows, lengths, algorithm, ms FROM found)
@@ -79,6 +94,18 @@ def measure_padded(rows: int, lengths: str, repeats: int) -> dict[str, float]:
     return {
         name: milliseconds(partial(call, **options), repeats, clock=time.process_time)
         for name, options in given.items()
+    }
+
+
+def measure_joint(lengths: str, budget: str, micro_batches: int, seed: int) -> dict[str, float]:
+    """The plan of `pack_micro_batches(..., joint=True)` for 64 ranks × 64 rows."""
+    tokens, home = draw(lengths, 64 * 64, seed), np.arange(64).repeat(64)
+    limit = max(int(1.3 * tokens.sum() / (64 * micro_batches)), int(tokens.max())) if budget == "1.3" else None
+    spec = MicroBatchSpec(n_mbs=micro_batches, max_tokens_per_mb=limit, packing_algorithm="refined")
+    plan = plan_jointly(spec, tokens, COSTS["HSTU"](tokens), np.full(64, 64))
+    return {
+        "ratio": plan.costs.max(axis=0).sum() / plan.costs.mean(axis=0).sum(),
+        "moved": tokens[plan.rank != home].sum() / tokens.sum(),
     }
 
 
@@ -127,6 +154,14 @@ def main(quick: Quick = False) -> None:
         "longest row, cost HSTU. Milliseconds of CPU from an array to lists, checks included: for a given number of "
         "groups, and for a limit on the cost of a group, which is the cost of the costliest of those groups.",
         padded,
+    )
+    joint = every(lengths=JOINT_LENGTHS, budget=("none", "1.3"), micro_batches=(2, 4, 8), seed=range(seeds))
+    page.section(
+        "Joint",
+        "64 ranks × 64 rows in micro-batches, `joint=True`, cost HSTU: sum over the micro-batches of the largest cost "
+        "of a rank ÷ sum of the mean costs, and the part of the tokens that change rank. Budget: none, or 1.3 × the "
+        f"mean tokens of a micro-batch, at least the longest row. {described(JOINT_LENGTHS)}",
+        query(measured(measure_joint, joint), _JOINT),
     )
     page.finish(quick=quick)
 
