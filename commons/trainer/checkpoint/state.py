@@ -142,10 +142,11 @@ def load_state(
         fused.load_state_dict({"state": tables})
         if step:
             fused.set_optimizer_step(int(state[_TABLES_STEP]))
+    # As torch's optimizers: a step count is on the host, unless its kernels count on the device.
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for key in dense:
         name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
-        # A step count stays on the host, where the optimizer keeps it.
-        value = state[key] if state[key].dim() == 0 else state[key].to(names[name].device)
+        value = state[key] if slot == "step" and not on_device else state[key].to(names[name].device)
         optimizer.state[names[name]][slot] = value
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 
