@@ -42,14 +42,15 @@ def peak_flops(device_name: str, dtype: torch.dtype, allow_tf32: bool = False) -
         allow_tf32: whether products of float32 may be computed in TF32.
 
     Returns:
-        Operations per second; None for a device or dtype that is not in the table.
+        Operations per second; None for a device or dtype that is not in the table, and for a MIG slice of a device.
 
     >>> peak_flops("NVIDIA H200", torch.bfloat16)
     989400000000000.0
     >>> peak_flops("AMD EPYC", torch.float32) is None
     True
     """
-    rates = next((rates for name, rates in _PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), {})
+    found = (rates for name, rates in _PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name))
+    rates = {} if " MIG " in device_name else next(found, {})  # a slice of a GPU has a part of its rate
     name = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}.get(dtype, "")
     if name == "bfloat16" and "tf32" in rates:  # from Ampere on, at the rate of float16
         name = "float16"

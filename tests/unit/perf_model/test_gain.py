@@ -249,6 +249,7 @@ def test_every_way_deals_all_rows():
 def test_peak_rates():
     assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16, allow_tf32=True) == 989.4e12
     assert peak_flops("NVIDIA H100 PCIe", torch.float16) == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.bfloat16) is None  # three sevenths of the GPU
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", torch.float32, allow_tf32=True) == 156e12
     assert peak_flops("NVIDIA L40S", torch.float16) != peak_flops("NVIDIA L40", torch.float16)
