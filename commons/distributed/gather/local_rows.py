@@ -187,8 +187,8 @@ class RowCosts:
         local, schema, leaves = self._fields_of(batch)
         lengths = [row for each in schema.jagged for row in leaves[each.path].lengths().view(-1, local.rows)]
         counted = [lengths[key] for key in counted_keys(schema, self.token_features)]
-        tokens = torch.stack(counted).sum(0).cpu() if counted else torch.ones(local.rows, dtype=torch.int64)
-        return tokens[: local.real_rows].numpy()
+        tokens = torch.stack(counted).sum(0).cpu().numpy() if counted else np.ones(local.rows, dtype=np.int64)
+        return tokens[: local.real_rows]
 
     def _describe(self, batch: Any) -> LocalRows:
         local, schema, leaves = self._fields_of(batch)

@@ -47,7 +47,8 @@ def test_only_padding_is_cut(lengths, spare, side):
     if side != "both":
         numbers = (np.array(lengths[::-1], dtype=kind)[::-1] for kind in (np.uint16, np.uint64))
         for batch["n"] in (torch.tensor(lengths, dtype=torch.int64), *numbers):
-            again, _ = trim_batch(batch, Trim(lengths="n", fields=list(result), side=side))
+            with torch.device("meta"):  # a script's default device, on which no data are
+                again, _ = trim_batch(batch, Trim(lengths="n", fields=list(result), side=side))
             assert all(np.array_equal(again[name], result[name]) for name in result)
 
 
