@@ -328,11 +328,12 @@ def _sample_inputs(device: torch.device, kind: LayerKind) -> Inputs:
     )
     tokens = torch.full((plan.num_tokens, num_heads, kind.head_dim), 0.1, device=device, dtype=kind.dtype)
     origin = length + TILE_SPAN
+    of_tables: dict[str, Any] = {"device": device, "dtype": torch.float32}  # not torch's default dtype
     return Inputs(
         *(tokens, tokens, tokens),
-        torch.zeros(num_heads, 2 * origin, device=device) if kind.has_position else None,
-        torch.zeros(num_heads, 160, device=device) if kind.has_time else None,
-        torch.zeros(plan.num_tokens, 2, device=device) if kind.has_time else None,
+        torch.zeros(num_heads, 2 * origin, **of_tables) if kind.has_position else None,
+        torch.zeros(num_heads, 160, **of_tables) if kind.has_time else None,
+        torch.zeros(plan.num_tokens, 2, **of_tables) if kind.has_time else None,
         *plan.options(1.0 / length, origin),
     )
 

@@ -112,6 +112,19 @@ def test_what_is_compared_does_not_depend_on_the_default_device_of_a_script():
     assert all(map(torch.equal, *found)) and float(found[0][0].abs().sum()) > 0
 
 
+def test_tables_that_are_measured_have_the_kernels_dtype_with_any_default_of_a_script():
+    """The kernels read numbers of four bytes: in tables of two, their addresses are misaligned, which ends CUDA."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        inputs = triton_launch._sample_inputs(
+            CPU, triton_launch.LayerKind(torch.bfloat16, 16, True, True, 2, True, True)
+        )
+    finally:
+        torch.set_default_dtype(before)
+    assert {each.dtype for each in (inputs.position, inputs.time, inputs.times)} == {torch.float32}
+
+
 def test_what_is_compared_runs_in_the_blocks_that_were_chosen(monkeypatch):
     """A narrow window, which shows more, is that of another kind of layer: its blocks are not measured anew."""
     kind = triton_launch.LayerKind(torch.bfloat16, 64, True, False, 1, True, False, window=512)
