@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.agree import ControlChannel
+from commons.distributed.channel.groups import serves
 from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
 from commons.distributed.process_group import all_gather_single
 from commons.perf_model.partitioner import core
@@ -131,7 +132,15 @@ class RowExchange:
     def send_rows(
         self, buffer: Sequence[torch.Tensor], sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
     ) -> dist.Work | None:
-        """Run the one payload collective, into the received region; returns it if it is asynchronous."""
+        """Run the one payload collective, into the received region; returns it if it is asynchronous.
+
+        ValueError for rows on the host in a group for GPUs only.
+        """
+        if sent.device.type == "cpu" and not serves(group, "cpu"):
+            raise ValueError(
+                "the batch is on the host, and the group's backend moves rows between GPUs only: copy the batch to the "
+                "GPU before its shuffle ends, or let windowed_iter(iterator, shuffler, 1) exchange rows on the host"
+            )
         received = buffer[0][self.regions[0] :][: self.regions[1]] if len(buffer) == 1 else buffer[-2]
         if not self.block_words:
             return dist.all_to_all_single(

@@ -19,6 +19,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSpar
 from commons.dispatch import redistribute_balanced, split_balanced
 from commons.distributed import global_mean_loss
 from commons.distributed.channel.groups import numbers_device, only_device
+from commons.distributed.exchange import row_exchange
 from commons.distributed.gather import local_rows
 from commons.distributed.options import ShufflerOptions
 from commons.micro_batching import MicroBatchSpec, pack_micro_batches
@@ -134,6 +135,19 @@ def test_the_default_device_of_a_script_does_not_matter():
     assert indices.tolist() == [[0, 1, 2, 3, 4, 5], [6]][rank] and len(own) == len(indices)
     assert "rank 1: local_count is -1.0" in error
     assert restored == home == sorted(row for each in packed for row in each["ids"].tolist()) == [0, 1, 2, 3]
+
+
+@on_two_ranks
+def test_a_host_batch_in_a_group_of_gpus_is_a_mistake():
+    """It was a rank that is missing: "the exchange of step 0 failed although all took part"."""
+    with (
+        closing(CubicShuffler()) as shuffler,
+        mock.patch.object(row_exchange, "serves", lambda group, kind: kind == "cuda"),  # as NCCL
+    ):
+        error = error_of(shuffler.shuffle, my_batch())
+    assert error.startswith(
+        "ValueError: the batch is on the host, and the group's backend moves rows between GPUs only"
+    )
 
 
 def _group(*kinds):
