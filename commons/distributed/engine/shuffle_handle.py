@@ -206,7 +206,7 @@ class ShuffleHandle:
             raise ValueError(
                 f"the handle of step {self.step} was started with {mine} and is finished with "
                 f"{'another one' if other == mine else other}; finish a shuffle with the batch it was started with, or "
-                "with the copy that its to() returns"
+                "with the copy that its to() returns, which must be of its class and keep all fields"
             )
         self._finished = True
         self._batch = None

@@ -262,8 +262,8 @@ class ShuffleSession:
         if self._window is not None and not schema.states_padding:
             raise ValueError(
                 f"window is {self._window}, and {schema.type_name} cannot state padding; the batches of a window are "
-                "padded if ranks have different numbers of rows: give it a field actual_batch_size, derive it from "
-                "BaseBatch, or use no window"
+                "padded if ranks have different numbers of rows: give it a field actual_batch_size that its to() "
+                "keeps, derive it from BaseBatch, or use no window"
             )
         self._counted = counted_keys(schema, self._token_features)
         return PayloadLayout.of(schema)
@@ -347,8 +347,8 @@ class ShuffleSession:
         if without:
             raise ValueError(
                 f"ranks {without} would train no row, and {schema.type_name} cannot state padding; such a "
-                "batch needs at least one row on every rank: give it a field actual_batch_size, or derive it from "
-                "BaseBatch"
+                "batch needs at least one row on every rank: give it a field actual_batch_size that its to() "
+                "keeps, or derive it from BaseBatch"
             )
 
     def _require_same_plan(

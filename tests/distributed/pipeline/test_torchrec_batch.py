@@ -35,7 +35,7 @@ from commons.pipeline import balanced, windowed_iter
 from tests.helpers.batches.square_shuffler import SquareShuffler
 from tests.helpers.models.torchrec_model import AnyBatch
 from tests.helpers.pipelines.shuffled_pipelines import ON_CPU, PIPELINES, lacking, steps_of
-from tests.helpers.ranks.faults import logged
+from tests.helpers.ranks.faults import error_of, logged
 from tests.helpers.ranks.on_ranks import on_two_ranks
 
 CPU = torch.device("cpu")
@@ -171,6 +171,24 @@ def test_what_takes_the_place_of_a_pipeline_with_embeddings_on_the_host():
         on = list(losses_of(pipelines[1], windowed))
         assert len(on) == STEPS and all(windowed.take_stats().moved for _ in on)
     torch.testing.assert_close(on, off, rtol=1e-5, atol=1e-6)
+
+
+@dataclasses.dataclass
+class Stated(Batch):
+    """Has the field that the error asks for, but inherits `to`, which returns TorchRec's Batch without it."""
+
+    actual_batch_size: int | None = None
+
+
+@on_two_ranks
+def test_a_subclass_whose_copy_is_of_another_class_is_told_so():
+    batches = (Stated(**vars(batch)) for batch in own_batches())
+    model = AnyBatch(lambda batch: None)
+    with contextlib.closing(TokensBalancedBatchShuffler()) as shuffler:
+        trainer = balanced(TrainPipelineBase)(model, torch.optim.SGD(model.parameters()), CPU, batch_shuffler=shuffler)
+        said = error_of(trainer.progress, batches)
+    assert "was started with a Stated of" in said and "is finished with a Batch of" in said
+    assert said.endswith("or with the copy that its to() returns, which must be of its class and keep all fields")
 
 
 @dataclasses.dataclass
