@@ -90,8 +90,8 @@ def require_same_rows(
     if damaged:
         names = ", ".join(f"{path_name(part.path)}{' (weights)' if part.weights else ''}" for part in damaged)
         raise RuntimeError(
-            f"step {step}: the shuffle changed the content of {names}; every row must arrive unchanged: report this "
-            "with the batch's schema"
+            f"step {step}: the shuffle changed the content of {names}; every row must arrive unchanged: do not "
+            "reorder rows while a batch is copied; if you do not, report this with the batch's schema"
         )
     if wrong[-1]:
         raise RuntimeError(

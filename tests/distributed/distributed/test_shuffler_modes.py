@@ -134,6 +134,17 @@ def test_verify_notices_damage_on_any_rank(damage, message):
         assert message in error_of(shuffler.shuffle, batch)
 
 
+@on_two_ranks
+def test_verify_says_what_not_to_do_if_a_copy_has_reordered_rows():
+    """Its rows would get the lengths of others."""
+    batch = my_batch(3, [16] * 2, max_length=60 if dist.get_rank() == 0 else 1)
+    with closing(SquareShuffler(ShufflerOptions(verify=True))) as shuffler:
+        handle = shuffler.start_shuffle(batch)
+        handle.follow(reversed_rows := batch.index_select(list(range(16))[::-1]))
+        said = error_of(shuffler.finish_shuffle, reversed_rows, handle)
+    assert "changed the content of" in said and "do not reorder rows while a batch is copied; if you do not" in said
+
+
 class CachingShuffler(SquareShuffler):
     """Keeps its costs in the batch, as properties that cache do: in a field of the class, and in attributes."""
 
