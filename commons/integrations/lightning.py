@@ -99,10 +99,6 @@ class BalancedBatches(Callback):
         self._num_batches += 1
         self._has_ended = batch_idx + 1 >= trainer.num_training_batches  # limit_train_batches may leave rows
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the sampler's length be that of its next epoch again."""
-        self._sampler.epoch_of_len = None
-
     def state_dict(self) -> dict[str, Any]:
         """The place after the last trained batch; after the last batch of an epoch, the start of the next epoch."""
         epoch, place = self._epoch, self._sampler.place_after(self._num_batches, self._epoch, self._start)

@@ -148,9 +148,8 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Number of batches in the next epoch, or in `epoch_of_len`; equal for every rank; plans the whole epoch."""
-        epoch = self.epoch if self.epoch_of_len is None else self.epoch_of_len
-        return sum(1 for _ in self.items(epoch, EPOCH_START))
+        """Number of batches in the epoch `epoch_of_len`; equal for every rank; plans the whole epoch."""
+        return sum(1 for _ in self.items(self.epoch_of_len, EPOCH_START))
 
     @property
     def num_rows(self) -> int:

@@ -52,6 +52,8 @@ class EpochSampler(Sampler[T]):
         IDENTITY: names of the attributes that `identity` returns.
         epoch: the epoch that the next iteration draws; incremented when an iteration yields its first item, or ends
             without one.
+        epoch_of_len: the epoch whose batches `len` counts: the one of `set_epoch`, then that of the last iteration, so
+            that a loop can recognise its last step.
         start: the place in that epoch where the next iteration begins.
         yields_epochs: whether to yield pairs of epoch and item, for a data set whose items depend on the epoch.
 
@@ -60,7 +62,7 @@ class EpochSampler(Sampler[T]):
     IDENTITY: ClassVar[tuple[str, ...]]
 
     def __init__(self, *, shuffle: bool, seed: int) -> None:
-        self.epoch = 0
+        self.epoch = self.epoch_of_len = 0
         self.start = EPOCH_START
         self.yields_epochs = False
         self._shuffle = as_boolean(shuffle, "shuffle")
@@ -72,7 +74,7 @@ class EpochSampler(Sampler[T]):
         The iteration begins at the epoch's first row. If it is the next epoch already, its place is kept, so that a
         loop that calls this in every epoch continues where `start_at` or a loader's `load_state_dict` has set it.
         """
-        epoch = as_count(epoch, "epoch", 0)
+        self.epoch_of_len = epoch = as_count(epoch, "epoch", 0)
         if epoch != self.epoch:
             self.epoch, self.start = epoch, EPOCH_START
 
@@ -115,6 +117,7 @@ class EpochSampler(Sampler[T]):
             items = ((epoch, item) for item in items)
         first = next(items, None)
         self.set_epoch(epoch + 1)
+        self.epoch_of_len = epoch
         if first is not None:
             yield first
             yield from items

@@ -132,7 +132,6 @@ class PlannedSampler(EpochSampler[list[int]]):
                 f"a {self._what} in every step: use fewer ranks or more {self._what}s, or leave them out with "
                 "drop_last=True"
             )
-        self.epoch_of_len: int | None = None  # the epoch whose batches `len` counts; None for the next one
         self._warned: set[str] = set()
         self._kept: dict[tuple[int, Place], _KeptSteps] = {}
 

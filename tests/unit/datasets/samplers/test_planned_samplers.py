@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from benchmarks.shared.lengths import COSTS, draw
 from commons.datasets import BalancedBatchSampler, BudgetBatchSampler
@@ -277,6 +278,14 @@ def test_rows_above_the_budget_are_told_once(caplog):
         "row 1 costs 90, budget_per_rank is 5; it is alone on a rank in its step, as are all 2 rows above the budget, "
         "and their steps take longer than others: truncate them, or raise the budget, at best to the heaviest, 90"
     ]
+
+
+def test_a_loop_recognises_its_last_step_where_epochs_have_different_numbers_of_steps():
+    work = np.random.default_rng(0).integers(1, 30, 60)
+    loader = DataLoader(range(60), batch_sampler=BudgetBatchSampler(work, budget_per_rank=60, num_ranks=2, rank=0))
+    found = [[number == len(loader) for number, _ in enumerate(loader, 1)] for _ in range(4)]
+    assert [len(steps) for steps in found] == [8, 9, 9, 9]
+    assert all(steps.index(True) == len(steps) - 1 for steps in found)
 
 
 def test_a_cap_that_no_plan_keeps_is_told_once(caplog):
