@@ -221,9 +221,8 @@ def _window(trim: Trim, leaves: _Leaves) -> Window:
 def tokens_of(trim: Trim, leaves: _Leaves, width: int) -> torch.Tensor:
     """The columns in which each row has a token, bool `(rows, width)`; ValueError for invalid lengths."""
     values = _find(trim.lengths if trim.mask is None else trim.mask, leaves)
-    # torch reads no array of negative strides, such as a reversed one.
-    listed = np.array(values) if isinstance(values, np.ndarray) else values
-    lengths = torch.as_tensor(listed, device=getattr(values, "device", "cpu"))  # not on the default device
+    # torch reads no array of negative strides, such as a reversed one; as_tensor would copy to torch's default device.
+    lengths = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.array(values))
     if trim.mask is not None:
         return lengths != 0
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:

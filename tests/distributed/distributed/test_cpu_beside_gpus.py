@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import EvalPipelineSparseDist
 
-from commons.dispatch import redistribute_balanced, split_balanced
+from commons.dispatch import Trim, redistribute_balanced, split_balanced
 from commons.distributed import global_mean_loss
 from commons.distributed.channel.groups import numbers_device, only_device
 from commons.distributed.exchange import row_exchange
@@ -116,6 +116,7 @@ def test_a_single_process_on_the_cpu(tmp_path):
 def test_the_default_device_of_a_script_does_not_matter():
     """As after torch.set_default_device, of a device that no data is on."""
     rank, rows = dist.get_rank(), {"ids": torch.arange(4), "names": np.array(["a", "b", "c", "d"])}
+    rows["mask"] = torch.ones(4, 2)
     batches = [my_batch(), make_batch([7], 1)] if rank == 0 else [make_batch([9], 1)]
     loss, work = torch.ones(()), [9, 1, 1, 1]
     checked, off = (CubicShuffler(ShufflerOptions(**each)) for each in ({"verify": True}, {"mode": "off"}))
@@ -126,7 +127,7 @@ def test_the_default_device_of_a_script_does_not_matter():
             handle = checked.start_shuffle(batch)
             result = checked.finish_shuffle(handle.empty_batch() if batch is None else batch, handle)
             trained += result.sample_id[: result.actual_batch_size].tolist()
-        split, moved = split_balanced(rows, 2, work, pad=True), redistribute_balanced(rows, work)
+        split, moved = split_balanced(rows, 2, work, pad=True), redistribute_balanced(rows, work, trim=Trim("mask"))
         packed = pack_micro_batches(rows, MicroBatchSpec(max_tokens_per_mb=9), work)
         error = error_of(global_mean_loss, loss, -rank)
         restored = split.restore([each["ids"] for each in split.chunks]).tolist()
