@@ -55,9 +55,10 @@ class Epochs:
 
     Raises:
         TypeError: the loader has no length.
-        ValueError: the ranks would compute different plans, the sampler was made for another data set, the schedule is
-            in rows and the sampler does not state them, the sampler cannot balance the data, rows are balanced when
-            they are loaded and the shuffler has groups, or with single_rank_load the sampler reads one rank's rows.
+        ValueError: the ranks would compute different plans, the sampler was made for another data set or has windows
+            that end within those of the shuffler, the schedule is in rows and the sampler does not state them, the
+            sampler cannot balance the data, rows are balanced when they are loaded and the shuffler has groups, or with
+            single_rank_load the sampler reads one rank's rows.
     """
 
     def __init__(self, loader: DataLoader[Any], recipe: Recipe, shuffler: BaseTaskBalancedBatchShuffler) -> None:
@@ -103,6 +104,11 @@ class Epochs:
             self._steps = self._sampler
             if isinstance(loader, DataLoader):
                 self._steps.require_fits(loader.dataset)
+            if self.in_windows and self._args.shuffle_window % self._steps.window:
+                raise ValueError(
+                    f"shuffle_window is {self._args.shuffle_window}, and the loader's {type(self._sampler).__name__} "
+                    f"has a window of {self._steps.window}; no checkpoint can be within both windows: give a multiple"
+                )
         elif self._args.schedule_in == "rows":
             raise ValueError(
                 f"schedule_in is 'rows' and the sampler is {kind_of(self._sampler)}, which does not state the "

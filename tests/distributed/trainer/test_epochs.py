@@ -55,6 +55,12 @@ def test_a_loader_of_the_users_own():
     ):
         assert said in error_of(_open, workloads)
     assert "define __len__ of the data set" in error_of(epochs_of, DataLoader(Stream()))
+    # A checkpoint between the ends of both windows would train rows of the sampler's window a second time.
+    sampler = BalancedBatchSampler(range(12), 2, num_ranks=2, rank=dist.get_rank(), window=3)
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_sampler=sampler)
+    with contextlib.closing(TokensBalancedBatchShuffler()) as shuffler:
+        error = error_of(epochs_of, loader, shuffler, enable_balanced_shuffler=True, shuffle_window=2)
+    assert "shuffle_window is 2, and the loader's BalancedBatchSampler has a window of 3" in error
 
 
 @on_two_ranks
