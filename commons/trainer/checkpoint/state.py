@@ -95,9 +95,13 @@ def misfit_of(path: Path, saved: dict[str, Any], model: nn.Module) -> str:
 
 
 def unread_of(path: Path, saved: dict[str, Any], model: nn.Module, device: torch.device) -> str:
-    """As `misfit_of`, but of the entries that no rank's model has, such as those of more layers; a collective call."""
-    names, own = [name for name in saved if name.startswith(_MODEL)], model.state_dict()
-    num_ranks = torch.tensor([name.removeprefix(_MODEL) in own for name in names], dtype=torch.int64, device=device)
+    """As `misfit_of`, but of entries that no rank has, such as those of more layers; a collective call.
+
+    A table's optimizer has other entries with another kind of optimizer, and none if the table is data_parallel.
+    """
+    names = [name for name in saved if name.startswith((_MODEL, _TABLES))]
+    own = _in_place(model.state_dict(), _tables_optimizer_state(model))
+    num_ranks = torch.tensor([name in own for name in names], dtype=torch.int64, device=device)
     all_reduce(num_ranks, "comparison of a checkpoint's entries")  # with tensor parallelism, ranks have other entries
     unread = sorted(name for name, having in zip(names, num_ranks.tolist()) if not having)
     found = f"has {unread[0]} (and {len(unread) - 1} more), which this model lacks" if unread else ""

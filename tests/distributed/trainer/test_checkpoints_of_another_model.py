@@ -16,6 +16,8 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.checkpoint.folder import STATE_FILE, state_text
+from commons.trainer.sharding import shard_model
+from tests.helpers.models.torchrec_model import KEYS, ShardableModel
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
@@ -41,6 +43,20 @@ def test_checkpoints_of_another_model_are_not_called_damaged(tmp_path):
         error = error_of(checkpointer(model, tmp_path).resume)
         assert error.startswith("ValueError: ") and f"step_00000002 {message}" in error, error
         assert len(set(of_all([error]))) == 1
+
+
+@on_two_ranks
+def test_the_state_of_the_tables_optimizer_is_not_left_out(tmp_path):
+    """As with another kind of optimizer, or tables that are data_parallel now."""
+
+    def of_tables(optimizer):
+        cpu, tables = torch.device("cpu"), [f"t_{key}" for key in KEYS]
+        return checkpointer(shard_model(ShardableModel(), tables, device=cpu, embedding_optimizer=optimizer), tmp_path)
+
+    of_tables("rowwise_adagrad").save(TrainProgress(1))
+    error = error_of(of_tables("sgd").resume)
+    assert "has tables_optimizer/embedding.embeddings.t_action.weight/t_action.momentum1 (and 1 more), which " in error
+    assert of_tables("rowwise_adagrad").resume()[0].step == 1
 
 
 @contextlib.contextmanager
