@@ -274,7 +274,9 @@ class Checkpointer:
                 "the model that wrote it, and data with the same ids: use that config and data, or another checkpoint"
             )
         other_order = next(_differences(state["order"], self._order), None)
-        if other_order and (state["progress"]["rows_in_epoch"] or state["progress"]["window_steps"]):
+        rows, window_steps = state["progress"]["rows_in_epoch"], state["progress"]["window_steps"]
+        has_ended = rows == state["order"].get("num_rows") == self._order.get("num_rows")
+        if other_order and not has_ended and (rows or window_steps):
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, this run has %r; in the rest of that epoch some "
                 "rows are trained a second time and others not at all",

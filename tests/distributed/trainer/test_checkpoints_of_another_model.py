@@ -19,14 +19,28 @@ from commons.trainer.checkpoint.folder import STATE_FILE, state_text
 from commons.trainer.sharding import shard_model
 from tests.helpers.models.torchrec_model import KEYS, ShardableModel
 from tests.helpers.pipelines.trainer_loops import Parts
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, logged
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 
-def checkpointer(model, folder, **changes):
+def checkpointer(model, folder, order=(), **changes):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     args = TrainerArgs(1, 1, **{"ckpt_save_dir": str(folder), "ckpt_load_dir": str(folder)} | changes)
-    return Checkpointer(Parts(args, model, optimizer, (), None), model, optimizer, IdentityBalancedBatchShuffler(), {})
+    return Checkpointer(
+        Parts(args, model, optimizer, (), None), model, optimizer, IdentityBalancedBatchShuffler(), dict(order)
+    )
+
+
+@on_two_ranks
+def test_another_order_matters_only_within_an_epoch(tmp_path):
+    """The last checkpoint of most runs is at the end of an epoch: no row of it is left."""
+    for rows, num_rows, warns in ((5, 9, True), (9, 9, False), (9, 11, True)):
+        folder = tmp_path / f"{rows} {num_rows}"
+        saved = checkpointer(torch.nn.Linear(4, 2), folder, {"num_rows": 9, "seed": 1})
+        saved.save(TrainProgress(1, rows_in_epoch=rows))
+        with logged() as messages:
+            checkpointer(torch.nn.Linear(4, 2), folder, {"num_rows": num_rows, "seed": 2}).resume()
+        assert any("is within an epoch" in each for each in messages) == (warns and dist.get_rank() == 0), messages
 
 
 @on_two_ranks
