@@ -250,11 +250,12 @@ class SequenceModel(nn.Module):
     def scale_loss(self, scaler: torch.amp.GradScaler, data_parallel_tables: Collection[str] = ()) -> None:
         """Return scaled losses from now on, for training in float16.
 
-        Tables whose optimizer runs in the backward pass get unscaled gradients. All other parameters, also
-        `data_parallel_tables`, get scaled gradients, so `scaler` must unscale and step their optimizer.
+        Tables whose optimizer runs in the backward pass get unscaled gradients. All other parameters, also plain tables
+        and `data_parallel_tables` (name here every table that your optimizer steps), get scaled gradients, so `scaler`
+        must unscale and step their optimizer.
         """
-        looked_up = self.config.features_of_tables.items()
-        scaled = [name for table, features in looked_up if table in data_parallel_tables for name in features]
+        looked_up, plain = self.config.features_of_tables.items(), self.embedding.is_plain
+        scaled = [name for table, features in looked_up if plain or table in data_parallel_tables for name in features]
         self.dense.scale_loss(scaler, scaled)
 
     def forward(self, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
