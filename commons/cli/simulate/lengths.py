@@ -160,8 +160,6 @@ def _read_lengths(path: Path, column: str | None) -> list[np.ndarray]:
             f"events of each id by --group-by {shlex.quote(names[0])}, name the column of lengths by --column, or, if "
             "these are lengths, save only the numbers by numpy.save"
         )
-    if len(rows.columns) == 1 and path.suffix.lower() in (".csv", ".jsonl"):  # skip empty lines
-        rows = rows.filter(f"{sql_name(names[0])} IS NOT NULL")
     # Cast through text, because DuckDB casts booleans to numbers; trim, because otherwise the csv reader casts and
     # raises.
     numbers = [
@@ -234,7 +232,7 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
             names = _HISTOGRAM if len(names) == len(_HISTOGRAM) else numbered
         # Read as text, so that users 7 and 007 differ and errors show the text of the file.
         columns = dict.fromkeys(names, "VARCHAR")
-        return database.read_csv(
+        rows = database.read_csv(
             glob.escape(str(path)),
             columns=columns,
             header=has_names,
@@ -242,6 +240,8 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
             auto_detect=False,
             hive_partitioning=False,  # a folder such as "day=1" is a name
         )
+        # In a file of one column, an empty line is read as a null.
+        return rows.filter(f"{sql_name(names[0])} IS NOT NULL") if len(names) == 1 else rows
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ FILES = [
     ("two.csv", b"n\n3\n4\n", ["--with-replacement", "--in-order"], "exclude each other"),
     ("half.jsonl", b'{"n": 3}\n\n{"n":\n', [], "half.jsonl cannot be read (line 3 is not JSON): check the file"),
     ("last.jsonl", b'{"n": 3}\n{"n":', [], "last.jsonl cannot be read (line 2 is not JSON): check the file"),
+    ("null.jsonl", b'{"n": [3]}\n\n{"n": null}\n', [], "column 'n' of null.jsonl holds no value in row 2"),
     ("mixed.jsonl", b'{"n": [3]}\n{"n": 4}\n', [], "column 'n' of mixed.jsonl holds '[3]' in row 1"),
     ("deep.jsonl", b"[" * 100_000 + b"\n", [], "deep.jsonl cannot be read"),
     ("text.parquet", b"n\n3\n", [], "text.parquet cannot be read"),
