@@ -154,9 +154,9 @@ def sql_text(value: str) -> str:
 
 def plain_array(column: pa.ChunkedArray) -> pa.Array:
     """A column as one array, with large types for strings and bytes, as vocabularies are written."""
-    values = column.combine_chunks()
     wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-    return values.cast(wide.get(values.type, values.type))
+    # Cast first: the other types have at most 2 GiB in one array.
+    return column.cast(wide.get(column.type, column.type)).combine_chunks()
 
 
 @contextlib.contextmanager

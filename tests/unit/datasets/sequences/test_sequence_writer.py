@@ -123,3 +123,9 @@ def test_an_output_that_is_the_data_set_itself(tmp_path):
     path = preprocess_movielens_20m(source, tmp_path / "data")
     with pytest.raises(FileExistsError, match=f"a preprocessed data set; .*: give {tmp_path / 'data'}, or another"):
         preprocess_movielens_20m(source, path)
+
+
+@pytest.mark.slow  # takes 2 GiB of memory
+def test_distinct_texts_of_more_than_two_gibibytes():
+    texts = pa.chunked_array([pa.array(["x" * 2**26])] * 33)
+    assert len(event_store.plain_array(texts)) == 33
