@@ -176,4 +176,9 @@ def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
         is_of_memory = isinstance(error, duckdb.OutOfMemoryException)
         if not is_of_memory and (of_files or not isinstance(error, duckdb.IOException)):
             raise
+        if is_of_memory:
+            raise OSError(
+                f"reading exceeds DuckDB's memory ({text.partition(' Possible solutions')[0]}); lists of 2,048 rows "
+                f"must fit into {_MEMORY_LIMIT}: write users with long lists as one row per event"
+            ) from error
         raise OSError(f"events cannot be sorted in {folder} ({text}): give an output on a disk with room") from error

@@ -117,6 +117,16 @@ def test_errors_of_the_disk_and_of_files_are_told_apart(tmp_path):
             assert caught.value.errno == errno.ENOSPC
 
 
+def test_lists_that_exceed_the_memory(tmp_path):
+    lists = {name: [list(range(300_000))] * 4 for name in ("iid", "ts")}
+    pq.write_table(pa.table({"uid": [1, 2, 3, 4], **lists}), tmp_path / "users.parquet")
+    with (
+        mock.patch.object(event_store, "_MEMORY_LIMIT", "32MB"),
+        pytest.raises(OSError, match=r"exceeds DuckDB.* used\)\); .* must fit into 32MB: write .* per event$"),
+    ):
+        preprocess_parquet(EventColumns("uid", "iid", "ts"), tmp_path / "users.parquet", tmp_path / "data")
+
+
 def test_an_output_that_is_the_data_set_itself(tmp_path):
     source = tmp_path / "ml-20m"
     generate_movielens_20m(source, num_users=60)
