@@ -51,7 +51,10 @@ def read_columns(path: Path) -> pa.Schema:
         schema = pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
         if any(suffix.lower() in _CONVERTIBLE for suffix in path.suffixes):
-            copy = f"COPY {sql_text(str(path))} TO {sql_text(f'{path}.parquet')}"
+            reader = "read_json" if ".json" in path.name.lower() else "read_csv"
+            # A sample decides on types: if 007 came after it, it would become 7, which may be another user.
+            rows = f"FROM {reader}({sql_text(str(path))}, sample_size=-1)"
+            copy = f"COPY ({rows}) TO {sql_text(f'{path}.parquet')}"
             raise ValueError(
                 f"{path} is no parquet file; a source has only such files: convert it with DuckDB, which is installed, "
                 f'and move it elsewhere: python -c "import duckdb; duckdb.sql(\\"{copy}\\")"'

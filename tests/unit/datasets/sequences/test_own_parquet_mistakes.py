@@ -179,6 +179,15 @@ def test_other_files_in_the_folder(tmp_path):
     assert "a.csv is no parquet file; a source has only such files: convert it with DuckDB" in message
 
 
+def test_the_command_that_converts_a_file_keeps_ids_apart(tmp_path):
+    """DuckDB takes types from the first 20,480 rows, unless told otherwise."""
+    csv = tmp_path / "user's.csv"
+    csv.write_text("uid,iid,ts\n" + "7,1,1\n" * 21_000 + "007,1,1\n")
+    command = error_of(csv).partition(": python ")[2]
+    subprocess.run([sys.executable, *shlex.split(command)], check=True)
+    assert pq.read_table(f"{csv}.parquet")["uid"].unique().to_pylist() == ["7", "007"]
+
+
 def test_an_output_within_the_source(tmp_path):
     write(tmp_path / "events.parquet")
     for source, output in ((tmp_path, tmp_path), (tmp_path, tmp_path / "data")):
