@@ -112,8 +112,8 @@ class Shuffle {
       Weight words = 0;
       for (Weight batch = 0; batch < batches; ++batch) {
         const Weight* const numbers = said + kMessageNumbers + kBatchNumbers * batch;
-        require(numbers[0] >= numbers[1] && numbers[1] >= 0 && numbers[1] <= INT32_MAX - num_rows && numbers[2] >= 0 &&
-                    numbers[2] <= INT64_MAX - words,
+        require(numbers[0] >= numbers[1] && numbers[0] <= INT32_MAX && numbers[1] >= 0 &&
+                    numbers[1] <= INT32_MAX - num_rows && numbers[2] >= 0 && numbers[2] <= INT64_MAX - words,
                 kNoTable);
         num_rows += numbers[1];
         words += numbers[2];
@@ -131,7 +131,7 @@ class Shuffle {
         rows[place] = given_.rows[place];
         real_rows[place] = given_.real_rows[place];
         first[place] = given_.first ? given_.first[place] : 0;
-        require(real_rows[place] <= rows[place], "shuffle: sizes do not match");
+        require(real_rows[place] <= rows[place] && rows[place] <= INT32_MAX, "shuffle: sizes do not match");
         continue;
       }
       const Weight* const said = message(place / steps);
