@@ -70,8 +70,8 @@ def partition_grid(
             `partition` for each batch separately with the same arguments (with `home`, `slack` applies to both).
             Without `home` this holds only if those plans have the counts that `equal_size` requires, as with batches of
             one size. With `home`, the sum is also never above that of the samples as they were loaded, unless these
-            break `max_tokens` or have other counts and split a group. If no plan lowers these sums, the separate plans
-            or the loaded samples are the plan, even if their counts differ.
+            break `max_tokens` or split a group. If no plan lowers these sums, the separate plans or the loaded samples
+            are the plan, even if their counts differ.
         ranks_per_node: ranks `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
         slack: with `home`, by which fraction the sum may exceed that of the plan without `home`, in [0, 1].
         best_effort: if no plan keeps `max_tokens`, return the one found that exceeds it least.

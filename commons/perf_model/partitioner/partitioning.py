@@ -104,8 +104,8 @@ def partition(
             methods, beyond 1 / 10,000, up to 2^16 samples · partitions; above, than "snake".
         home: the partition of each sample now, `(n,)`. Given, few tokens leave their partition, and the largest load is
             never above that of `home`: if no plan lowers it, `home` is the plan, even if its sizes differ. This does
-            not hold for a `home` that breaks `max_tokens`, nor with `equal_size` for one that splits a group: there,
-            sizes differ only if that lowers the tokens above `max_tokens`.
+            not hold for a `home` that breaks `max_tokens` or splits a group: there, with `equal_size`, sizes differ
+            only if that lowers the tokens above `max_tokens`.
         ranks_per_node: partitions `[0, r)`, `[r, 2r)`, … share a node; tokens that leave it count four times.
         slack: with `home`, by which fraction the largest load may exceed that of the plan without `home`, in [0, 1].
         best_effort: if no plan keeps `max_tokens`, return the one found that exceeds it least.
