@@ -101,10 +101,14 @@ def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.
         parts = f"{given.num_parts} partitions"
         if given.num_steps > 1:
             parts = f"{given.num_steps} steps of {given.num_parts} ranks"
+        cap = given.max_tokens
+        while most_tokens > given.max_tokens:  # the search may miss the same plan under this larger cap
+            given.max_tokens = most_tokens
+            most_tokens = make_plan(given)[3]
         raise ValueError(
-            f"max_tokens is {given.max_tokens}, the best plan found holds {most_tokens} tokens in one partition, "
-            f"{most_tokens - given.max_tokens} more, for {int(tokens.sum())} tokens in {parts}; no plan was found that "
-            "keeps the cap: raise max_tokens, use more partitions or fewer samples"
+            f"max_tokens is {cap}, the least for which a plan was found is {most_tokens}, {most_tokens - cap} more, "
+            f"for {int(tokens.sum())} tokens in {parts}; no plan was found that keeps the cap: raise max_tokens, use "
+            "more partitions or fewer samples"
         )
     return assignment, loads, bound
 

@@ -87,8 +87,8 @@ def partition_grid(
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps (the message names a sample that is too large, or the excess of the best plan found); groups of
-            different sizes with `equal_size`; speeds as for `partition`.
+            keeps (the message names a sample that is too large, or by how much to raise it); groups of different sizes
+            with `equal_size`; speeds as for `partition`.
 
     Examples:
         >>> grid = partition_grid([9, 1, 1, 1, 9, 1, 1, 1], 2, 2)  # both nines in one step

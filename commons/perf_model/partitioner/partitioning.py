@@ -122,9 +122,9 @@ def partition(
 
     Raises:
         ValueError: an argument out of its range, of the wrong length or an unknown method; `max_tokens` that no plan
-            keeps (the message names a sample that is too large, or the excess of the best plan found); groups of
-            different sizes with `equal_size`; speeds that are not positive integers below 2^31, or too far apart for
-            workloads of this size.
+            keeps (the message names a sample that is too large, or by how much to raise it); groups of different sizes
+            with `equal_size`; speeds that are not positive integers below 2^31, or too far apart for workloads of this
+            size.
 
     Examples:
         >>> plan = partition([7, 5, 4, 4, 3, 1], 2)

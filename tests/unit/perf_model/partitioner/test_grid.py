@@ -355,7 +355,7 @@ def test_no_rows_are_a_grid_too():
         ({"seed": -1}, r"seed is -1; it must be an integer of at least 0"),
         (
             {"tokens": [6] * 4, "steps": 1, "max_tokens": 11},
-            "max_tokens is 11, the best plan found holds 12 tokens in one partition, 1 more, for 24 tokens in 2 part",
+            "max_tokens is 11, the least for which a plan was found is 12, 1 more, for 24 tokens in 2 partitions",
         ),
         ({"tokens": [6] * 4, "ranks": 1, "max_tokens": 11}, "for 24 tokens in 2 steps of 1 ranks; no plan was"),
     ],
