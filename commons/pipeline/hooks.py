@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from commons.distributed.engine.engine import Starter
 from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.stats import ShuffleStats
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
-
-logger = logging.getLogger(__name__)
 
 
 class BalancedPipeline:
@@ -54,7 +51,6 @@ class BalancedPipeline:
         self._read_stats: Callable[[], ShuffleStats | None] = no_stats
         self._num_trained = 0  # batches of the current `progress`, as far as TorchRec's methods tell
         self._broken_by: str | None = None
-        self._has_warned = False  # of an iterator that had ended
         self._starter = Starter(type(self).__name__, self.starts_on_thread)
 
     @property
@@ -80,14 +76,11 @@ class BalancedPipeline:
                 "batches in flight may be half trained: call reset() on every rank, which drops them, or make a new "
                 "pipeline"
             )
-        if self._must_change_iterator(dataloader_iter):
-            self.batch_shuffler.engine.begin(self._starter)
-            self._look_ahead = self._change_iterator(dataloader_iter)
-        assert self._look_ahead is not None  # noqa: S101  the first call sets it
         self._num_trained = 0
-        output = self._advance(self._look_ahead)
-        if not self._stats and self._look_ahead.ended and not self._handed_out:  # a subclass returned at the end
-            if (error := self._error_at_end(self._look_ahead)) is not None:
+        look_ahead = self._reading(dataloader_iter)
+        output = self._advance(look_ahead)
+        if not self._stats and look_ahead.ended and not self._handed_out:  # a subclass returned at the end
+            if (error := look_ahead.error_at_end(type(self).__name__)) is not None:
                 raise error
             return output
         if not self._stats:
@@ -116,27 +109,12 @@ class BalancedPipeline:
             return super().progress(look_ahead)  # type: ignore[misc]
         except StopIteration:
             self._take_stats(at_least=0)  # a subclass may have trained the last batch in this call
-            if (error := self._error_at_end(look_ahead)) is None:
+            if (error := look_ahead.error_at_end(type(self).__name__)) is None:
                 raise
         except BaseException as caught:
             self._broken_by = f"{type(caught).__name__}: {caught}"
             raise
         raise error
-
-    def _error_at_end(self, look_ahead: LookAhead) -> Exception | None:
-        """The error that ended the data, if any; without one, warns if the data had ended in an earlier call."""
-        error = look_ahead.take_error()
-        if error is None:
-            if look_ahead.end_was_raised and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "%s got an iterator again whose data have ended, and trains nothing of it; torch's DataLoader "
-                    "with persistent_workers=True returns the same iterator in every epoch: pass (batch for batch "
-                    "in dataloader) instead of iter(dataloader)",
-                    type(self).__name__,
-                )
-            look_ahead.end_was_raised = True
-        return error
 
     def reset(self) -> None:
         """Wait for the shuffles that have started and drop the batches in flight; all ranks call this together.
@@ -153,6 +131,14 @@ class BalancedPipeline:
         self._handed_out.clear()
         self._stats.clear()
         super().reset()  # type: ignore[misc]
+
+    def _reading(self, source: Iterator[Any]) -> LookAhead:
+        """The iterator that starts the shuffles of a source's batches; a new one if the source has changed."""
+        if source is not self._look_ahead and self._must_change_iterator(source):
+            self.batch_shuffler.engine.begin(self._starter)
+            self._look_ahead = self._change_iterator(source)
+        assert self._look_ahead is not None  # noqa: S101  the first call sets it
+        return self._look_ahead
 
     def _must_change_iterator(self, dataloader_iter: Iterator[Any]) -> bool:
         look_ahead = self._look_ahead
@@ -286,6 +272,10 @@ class HookInSparseDist(BalancedPipeline):
             if result is not newest:
                 self.batches[-1] = result
         return enqueued
+
+    def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
+        """Fill the pipeline as TorchRec does; a user may call this before `progress`."""
+        super().fill_pipeline(self._reading(dataloader_iter))  # type: ignore[misc]
 
     def dequeue_batch(self) -> None:
         """Remove a trained batch, as TorchRec does, and count it."""

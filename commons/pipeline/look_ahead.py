@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
 from commons.distributed.channel.absence import RankMissingError
 from commons.distributed.engine.window import require_iterator
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -97,7 +100,6 @@ class LookAhead(Iterator[ShufflingBatch]):
         source: the rank's own iterator.
         ended: whether no rank has a batch left, or a rank has failed.
         has_failed: whether the iterator ended by an error, which `take_error` has returned.
-        end_was_raised: whether a pipeline that reads it has raised StopIteration.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._handed_out = handed_out
         self.ended = False
         self.has_failed = False
-        self.end_was_raised = False
+        self._num_ends = 0  # how often a pipeline has found it at its end
         self._error: Exception | None = None
         self._shuffler = shuffler
         self._pg_group = pg_group
@@ -166,6 +168,19 @@ class LookAhead(Iterator[ShufflingBatch]):
         """The error that ended the iterator before its data; None if there is none or it was already returned."""
         error, self._error = self._error, None
         self.has_failed = self.has_failed or error is not None
+        return error
+
+    def error_at_end(self, pipeline: str) -> Exception | None:
+        """`take_error` for a pipeline that is at the end; without an error, the second call warns."""
+        error = self.take_error()
+        self._num_ends += error is None
+        if error is None and self._num_ends == 2:
+            logger.warning(
+                "%s got an iterator again whose data have ended, and trains nothing of it; torch's DataLoader "
+                "with persistent_workers=True returns the same iterator in every epoch: pass (batch for batch "
+                "in dataloader) instead of iter(dataloader)",
+                pipeline,
+            )
         return error
 
     def abandon(self) -> None:

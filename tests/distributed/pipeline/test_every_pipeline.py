@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase, TrainPipelineSparseDist
 
@@ -15,8 +18,18 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import TrainPipelineFactory, balanced
 from commons.pipeline.balanced import HOOKS, REFUSED
 from commons.releases import DEFAULT_TORCH, NEWEST_TORCHREC, OLDEST_TORCHREC, RELEASES
+from tests.helpers.models import torchrec_model as models
+from tests.helpers.models.torchrec_model import head_of, rank_batches
 from tests.helpers.pipelines.pipeline_classes import torchrec_pipelines
-from tests.helpers.pipelines.shuffled_pipelines import CubicShuffler
+from tests.helpers.pipelines.shuffled_pipelines import (
+    EVALUATIONS,
+    PIPELINES,
+    CubicShuffler,
+    before_a_commit,
+    expected_ids,
+    steps_of,
+)
+from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 INSTALLED = torchrec_pipelines()
 
@@ -141,3 +154,26 @@ def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
         balanced(TrainPipelineBase)
     assert TrainPipelineFactory.list_available() == ["fused", "native", "none", "prefetch", "semi_sync"]
     assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)
+
+
+# TorchRec's hybrid class cannot be filled before its first step.
+FILLED = [
+    name
+    for name, (each, _) in (PIPELINES | EVALUATIONS).items()
+    if hasattr(each, "fill_pipeline") and "hybrid" not in name
+]
+
+
+@pytest.mark.parametrize("name", before_a_commit(["sparse", "copies on a thread"], FILLED))
+@on_two_ranks
+def test_a_pipeline_that_a_user_fills_before_the_first_step_shuffles_every_batch(name):
+    pipeline_class, options = (PIPELINES | EVALUATIONS)[name]
+    model, optimizer = models.build_sharded()
+    model.train(name not in EVALUATIONS)
+    with contextlib.closing(CubicShuffler()) as shuffler:
+        pipeline = balanced(pipeline_class)(model, optimizer, torch.device("cpu"), batch_shuffler=shuffler, **options)
+        source = rank_batches(dist.get_rank(), 3 + dist.get_rank(), [6])
+        pipeline.fill_pipeline(source)
+        assert [pipeline.last_stats.step for _ in steps_of(pipeline, source)] == [0, 1, 2, 3]
+        pipeline.reset()
+    assert sorted(of_all(itertools.chain(*head_of(model).seen))) == expected_ids([3, 4], 2, sizes=[6])
