@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
-from commons.distributed.channel.groups import serves
 from commons.distributed.errors import capture_error
+from commons.distributed.process_group import serves
 from commons.sequence_batch.rows import Rows
 from commons.sequence_batch.wire import Message, MessageBuffer, decode, encode
 

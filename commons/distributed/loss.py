@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.fx
 
 from commons.checks import kind_of
-from commons.distributed.channel.groups import numbers_device, serves
+from commons.distributed.channel.groups import numbers_device
 from commons.distributed.errors import raise_on_all
-from commons.distributed.process_group import all_gather_single, resolve_process_group
+from commons.distributed.process_group import all_gather_single, resolve_process_group, serves
 
 
 def global_mean_loss(

@@ -80,3 +80,8 @@ def describe_group(group: dist.ProcessGroup | None) -> str:
         return "a single process"
     members = dist.get_process_group_ranks(group)
     return f"ranks {members}" if len(members) <= 16 else f"{len(members)} ranks from {members[0]} to {members[-1]}"
+
+
+def serves(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether the group has a backend for tensors on a type of device, "cpu" or "cuda"."""
+    return any(device.type == kind for device in group._device_types)

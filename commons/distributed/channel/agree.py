@@ -31,7 +31,6 @@ from commons.distributed.channel.groups import (
     numbers_device,
     rank_set,
     release_groups,
-    serves,
     try_collectives,
     with_control,
     with_payload,
@@ -40,7 +39,7 @@ from commons.distributed.channel.store import is_beside_host
 from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.errors import capture_error, gather_strings, raise_first_difference, raise_on_all
 from commons.distributed.options import ShufflerOptions, timeout_error
-from commons.distributed.process_group import all_gather_single, resolve_process_group
+from commons.distributed.process_group import all_gather_single, resolve_process_group, serves
 from commons.perf_model.partitioner.core import SOURCES
 from commons.version import __version__
 

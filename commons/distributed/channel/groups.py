@@ -35,7 +35,7 @@ from commons.distributed.channel.store import attempt_of_store, break_off
 from commons.distributed.channel.store_barrier import StoreBarrier
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.errors import name_ranks
-from commons.distributed.process_group import all_gather_single
+from commons.distributed.process_group import all_gather_single, serves
 
 # Ranks per ring that justify another ring: a shorter ring saves fewer hops than its collective costs.
 _SHORT_RING = 8
@@ -259,11 +259,6 @@ def _gpu_of(group: dist.ProcessGroup) -> torch.device:
         if (bound := getattr(each, "bound_device_id", None)) is not None:
             return bound
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def serves(group: dist.ProcessGroup, kind: str) -> bool:
-    """Whether the group has a backend for tensors on a type of device, "cpu" or "cuda"."""
-    return any(device.type == kind for device in group._device_types)
 
 
 def ring_sizes(world_size: int) -> tuple[int, ...]:

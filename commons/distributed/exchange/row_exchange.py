@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 
 from commons.distributed.channel.agree import ControlChannel
-from commons.distributed.channel.groups import serves
 from commons.distributed.exchange.payload import WORD_BYTES, PayloadLayout
-from commons.distributed.process_group import all_gather_single
+from commons.distributed.process_group import all_gather_single, serves
 from commons.perf_model.partitioner import core
 from commons.perf_model.shuffle_plan import ShufflePlanner
 from commons.sequence_batch.fields import Path
