@@ -308,6 +308,7 @@ def _fails_after_the_plan(hangs_in_the_call):
         mock.patch("commons.distributed.channel.agree.with_payload", hanging),
         mock.patch.object(ControlChannel, "_try", lambda channel, pair, all_to_all: True),
         mock.patch.object(RowExchange, "send_rows", issue),
+        mock.patch("commons.distributed.exchange.row_exchange.serves", return_value=True),
     ):
         shuffler = CubicShuffler(ShufflerOptions(timeout=PATIENT))
         made[0].hangs = hangs_in_the_call
