@@ -38,8 +38,8 @@ class Trim:
     mask: Key | None = None
     lengths: Key | None = None  # the field of integers `(rows,)` with the number of tokens of each row
     # Tensors or arrays `(rows, width, ...)` to cut; the mask is always cut. None with `mask` for every field whose
-    # first two dimensions are those of the mask: give the list if a field has this shape by chance. Required with
-    # `lengths`.
+    # first two dimensions are those of the mask: give the list if a field has this shape by chance, or if several
+    # trims may have one width. Required with `lengths`.
     fields: Sequence[Key] | None = None
     side: Side = "right"  # the side of the padding: "right", "left", or with a mask "both"
     # The padding value by field, used when rows are widened. By default it is the field's value after the last token of
@@ -136,8 +136,8 @@ def trim_batch(batch: B, trim: Trim | Sequence[Trim]) -> tuple[B, list[Window]]:
 
     Raises:
         KeyError: a field that the batch does not have, or a field in `fill` that is not cut.
-        ValueError: a mask or lengths of the wrong shape, fields of different widths, or a `fill` that a field's dtype
-            does not hold.
+        ValueError: a mask or lengths of the wrong shape, fields of different widths, a field cut by two trims, or a
+            `fill` that a field's dtype does not hold.
 
     Examples:
         >>> ids, mask = torch.tensor([[5, 6, 0, 0], [7, 0, 0, 0]]), torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -181,7 +181,16 @@ def untrim(values: B, window: Window, fill: float = 0) -> B:
 
 def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
     """The columns of a batch that each trim keeps; KeyError and ValueError as for `trim_batch`."""
-    return [_window(trim, rows.leaves) for trim in trims]
+    windows = [_window(trim, rows.leaves) for trim in trims]
+    window_of: dict[Path, Window] = {}
+    for window in windows if rows.count else ():  # a batch of 0 rows may have sequences of any width
+        for path in window.fields:
+            if (other := window_of.setdefault(path, window)) is not window:
+                raise ValueError(
+                    f"field {path_name(path)!r} is {window.width} wide, and the trims by {other.name!r} and by "
+                    f"{window.name!r} both cut it; a field has one mask: name the fields of each trim in Trim.fields"
+                )
+    return windows
 
 
 def as_path(key: Key | None) -> Path:

@@ -3,6 +3,7 @@ widths are filled with the padding that they have.
 """
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,20 @@ def test_several_kinds_of_sequences_in_a_tensordict():
         share.untrim(result["ids"])
     with pytest.raises(KeyError, match=r"mask is 'ids', the batch was trimmed by \['mask'\]; "):
         scatter_balanced(batch, [1, 1], trim=trims[1]).untrim(result["ids"], "ids")
+
+
+def test_a_field_is_cut_by_one_trim_where_sequences_are_equally_wide():
+    """Of prompts padded on the left and answers padded on the right, the second trim cut the prompts' tokens away."""
+    prompts, answers = padded([2, 1], 5, "left"), padded([1, 3], 5, "right")
+    batch = {"prompt": prompts["ids"], "its mask": prompts["mask"]} | answers
+    trims = [Trim("its mask", side="left"), Trim("mask")]
+    for call in (trim_batch, lambda batch, trims: scatter_balanced(batch, [1, 1], trim=trims)):
+        with pytest.raises(ValueError, match=r"5 wide, and the trims by 'its mask' and by 'mask' both cut it; a field"):
+            call(batch, trims)
+    trim_batch({name: value[:0] for name, value in batch.items()}, trims)
+    trims = [replace(trims[0], fields=["prompt"]), replace(trims[1], fields=["ids"])]
+    result, _ = trim_batch(batch, trims)
+    assert torch.equal(result["prompt"], prompts["ids"][:, 3:]) and torch.equal(result["ids"], answers["ids"][:, :3])
 
 
 def test_a_field_that_has_the_shape_by_chance_is_spared_where_fields_are_stated():
