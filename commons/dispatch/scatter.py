@@ -165,6 +165,7 @@ def scatter_balanced(
     """Scatter the batch of one rank so that all ranks have equal work; each rank receives only its share.
 
     All ranks of the group call this together. Stated padding of the batch is dropped.
+    Shares are without gradients; `redistribute_balanced`, with None on the other ranks, sends gradients back.
 
     Args:
         batch: on the source, anything with rows (`commons.sequence_batch.rows`); None on the other ranks.
