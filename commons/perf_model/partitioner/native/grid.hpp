@@ -87,12 +87,12 @@ class GridPlanner {
     return near_ranks(best, most);
   }
 
-  // Equal counts, or free counts with at least one row per cell if possible, because every step needs a batch.
+  // Equal counts, or free counts with at least one row per cell, because every step needs a batch.
   static Limits limits_of(const Request& request) {
     const Weight num_rows = static_cast<Weight>(request.workloads.size());
     const Weight num_cells = static_cast<Weight>(request.num_parts) * request.num_steps;
-    if (request.equal_size) return Limits::of(num_rows, num_cells, true);
-    return {std::min<Weight>(1, num_rows / num_cells), num_rows};
+    if (request.equal_size || num_rows < num_cells) return Limits::of(num_rows, num_cells, true);
+    return {1, num_rows};
   }
 
   Candidate candidate(Indices cells) const {
