@@ -67,7 +67,7 @@ def verdict_on(comparison: RunComparison, base: RunReport, report: RunReport) ->
     if not own or abs(comparison.rows_per_s / own - 1) < _APART:
         return f"{speed}."
     return (
-        f"{speed}, but its own steps show a gain of {own:.2f}× from balancing: the machines of the two runs were not "
+        f"{speed}, but its own steps show a speed-up of {own:.2f}×: the machines of the two runs were not "
         "equally fast, or other work ran on one of them."
     )
 
@@ -91,9 +91,9 @@ def _of_unbalanced(report: RunReport) -> str:
         return f"The log has no loads of the ranks: {_TURN_ON} {_OBSERVE} logs them, and moves no rows."
     if 1 + uneven < _WORTH:
         return f"The ranks have even loads without balancing, which can gain about {1 + uneven:.2f}×: leave it off."
-    # Not "at most": within a line of the log, steps with more work may be more uneven.
+    # "About": within a line of the log, steps with more work may be more uneven. "At most": a row is not divided.
     return (
-        f"The slowest rank has {1 + uneven:.2f} times the mean load, so balancing can make it about "
+        f"The slowest rank has {1 + uneven:.2f} times the mean load, so balancing can make it at most about "
         f"{1 + uneven:.2f}× faster: {_start(report)}; with {_OBSERVE} it reports the gain, and moves no rows."
     )
 

@@ -82,7 +82,7 @@ def test_long_names_leave_room_for_the_numbers(runs, told):
 def test_two_runs_on_unlike_machines_are_compared_in_one_sentence(runs, asked):
     write_run(runs / "c", lines_of([step | {"step_ms": 2 * step["step_ms"]} for step in make_steps()], SIZES))
     (sentence,) = (line for line in asked("report", "runs/a", "runs/c")["advice"] if "the rows per second of" in line)
-    assert "but its own steps show a gain of" in sentence
+    assert "but its own steps show a speed-up of" in sentence
 
 
 def test_notes_say_what_is_missing(runs, told):

@@ -300,7 +300,7 @@ def test_runs_beside_each_other(tmp_path):
     trains = "trains {:.2f}× the rows per second of " + f"{base.log.name}."
     assert verdict_on(against, base, other).endswith(trains.format(against.rows_per_s))
     slower = changed(against, rows_per_s=0.8)
-    assert "but its own steps show a gain of" in verdict_on(slower, base, other)
+    assert "but its own steps show a speed-up of" in verdict_on(slower, base, other)
     # Against a run that is balanced, or dealt out by work, a run gains less than over its own rows as loaded.
     # Nor does a run gain in its steps if it only observes, or if its steps have other rows.
     same = changed(against, rows_per_s=1.0)
