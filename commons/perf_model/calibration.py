@@ -180,7 +180,7 @@ def load_calibration(path: str | Path) -> Calibration:
         raise ValueError(f"{path} is not TOML ({error}): run `evenrank calibrate` again") from None
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has version {content.get('version')!r}; this is a calibration of version {FORMAT_VERSION}: run "
+            f"{path} has version {content.get('version')!r}; this release reads version {FORMAT_VERSION}: run "
             "`evenrank calibrate` again"
         )
     try:

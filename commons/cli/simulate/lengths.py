@@ -288,7 +288,8 @@ def _columns_to_read(path: Path, names: list[str], column: str | None) -> list[s
     if len(names) != 1:
         unnamed = " (its first line: the columns have no names)" if any(map(_is_number, names)) else ""
         raise ValueError(
-            f"{path} has the columns {', '.join(names)}{unnamed}; lengths are in one column: name it by --column"
+            f"{path} has the columns {', '.join(names)}{unnamed}; lengths are in one column: name it by "
+            "--column, or in a file of events the column of users by --group-by"
         )
     return names
 

@@ -146,7 +146,7 @@ FILES = [
         ("zipf:1.2:9", None, flags, "belong to a file")
         for flags in (["--column", "n"], ["--group-by", "n"], ["--in-order"], ["--with-replacement"])
     ),
-    ("a.csv", b"user,n\na,5\n", [], "has the columns user, n; lengths are in one column: name it by --column"),
+    ("a.csv", b"user,n\na,5\n", [], "lengths are in one column: name it by --column, or in a file of events"),
     ("a.csv", b"user,n\na,5\n", ["--column", "m"], "has no column 'm'; it has user, n"),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "user", "--column", "n"], "--column is n and --group-by is user"),
     ("bare.csv", b"u1,5\nu2,6\n", [], "the columns u1, 5 (its first line: the columns have no names); lengths are"),

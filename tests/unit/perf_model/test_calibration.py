@@ -80,7 +80,7 @@ def test_a_file_says_what_was_measured(tmp_path):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda text: text.replace("version = 1", "version = 2"), "has version 2; this is a calibration of version 1"),
+        (lambda text: text.replace("version = 1", "version = 2"), "has version 2; this release reads version 1"),
         (lambda text: text.replace("per_token", "per_word"), "lacks 'per_token'"),
         (lambda text: text.replace("per_token = 0.008", "per_token = -1"), "per_token is -1; a cost"),
         (lambda text: text.replace("per_token = 0.008", "per_token = nan"), "per_token is nan; a cost"),
