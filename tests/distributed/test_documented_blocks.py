@@ -136,6 +136,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
         more={"sid_gr.train": FEW_STEPS},
         files=("data/sids.parquet", "runs/sid-train/log.jsonl"),
     ),
+    ("docs/data.md", "The trained weights", 0): Python(given.weights_are_those_of_the_checkpoint),
     ("docs/dlrm.md", "Does it pay?", 0): Shell(files=("fixed.csv",), shows=r"which gains at\s+most 1\.00×: leave"),
     ("docs/dlrm.md", "Does it pay?", 1): Shell(
         shows=r"windows of 2 batches: 2\.00×[^(]*\(1\.82×\s+batch\s+by batch[\s\S]*balance each batch: 1\.10×"

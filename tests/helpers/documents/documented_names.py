@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import evenrank
 from commons.distributed.errors import capture_error
@@ -277,12 +278,34 @@ def one_rank_trained() -> Run:
     assert names["summary"].steps == 6 and dist.is_initialized()
 
 
+def weights_are_those_of_the_checkpoint() -> Run:
+    """A run of six steps with a checkpoint at its end, and the block in its folder; torch's own reader has the same."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    train_in(folder[0], "hstu.train", [*TINY, "--trainer.ckpt-save-interval", "6", "--trainer.max-train-iters", "6"])
+    with _inside(folder[0]):
+        names = yield {}
+    own = Path(folder[0], f"rank{dist.get_rank()}.pt")
+    dcp_to_torch_save(Path(folder[0], "checkpoints", "step_00000006"), own)
+    saved = torch.load(own, weights_only=False)
+    weights = {f"model/{name}": weight for name, weight in names["model"].state_dict().items()}
+    assert weights.keys() == {name for name in saved if name.startswith("model/")}
+    assert all(torch.equal(weight, saved[name]) for name, weight in weights.items())
+    assert torch.equal(names["logits"], names["model"](names["batch"])[1].logits)
+
+
 def train_in(folder: str, script: str, arguments: list[str]) -> None:
     """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
     module = importlib.import_module(script)
+    with _inside(folder):
+        module.train(load_config(module.TrainConfig, arguments, prog=script))
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        module.train(load_config(module.TrainConfig, arguments, prog=script))
+        yield
     finally:
         os.chdir(before)
