@@ -60,7 +60,7 @@ def read_columns(path: Path) -> pa.Schema:
                 f'and move it elsewhere: python -c "import duckdb; duckdb.sql(\\"{copy}\\")"'
             ) from error
         raise ValueError(
-            f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or remove it"
+            f"{path} is no parquet file, or damaged ({reason_of(error)}): write it again, or move it elsewhere"
         ) from error
     kinds = (kind.value_type if pa.types.is_dictionary(kind) else kind for kind in schema.types)
     return pa.schema(list(zip(schema.names, kinds)))

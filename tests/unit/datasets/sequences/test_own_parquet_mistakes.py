@@ -173,7 +173,8 @@ def test_other_files_in_the_folder(tmp_path):
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "README.md").write_text("The log")
     write(tmp_path / "log" / "events.parquet")
-    assert "README.md is no parquet file, or damaged" in error_of(tmp_path / "log")
+    message = error_of(tmp_path / "log")
+    assert "README.md is no parquet file, or damaged" in message and message.endswith("or move it elsewhere")
     (tmp_path / "log" / "README.md").rename(tmp_path / "log" / "a.csv")
     message = error_of(tmp_path / "log")
     assert "a.csv is no parquet file; a source has only such files: convert it with DuckDB" in message
