@@ -102,11 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{script[0]} is not a file; name the training script, or a module with -m")
         if script[0] == "-m" and find_spec(script[1].split(".")[0]) is None:
             raise ValueError(f"there is no module {script[1]}, neither installed nor in {Path.cwd()}: correct the name")
-        if options.folder.is_file():
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
             raise ValueError(
-                f"folder is {options.folder}, a file; records are written into a folder: give another path"
-            )
-        options.folder.mkdir(parents=True, exist_ok=True)
+                f"folder {options.folder} cannot be made ({error.strerror}); records are written there: give a path "
+                "where you may write"
+            ) from None
     except (ValueError, OSError) as error:
         print_error(str(error))
         return 2

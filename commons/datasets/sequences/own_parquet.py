@@ -334,7 +334,7 @@ class EventFiles:
             if name not in names:
                 raise ValueError(
                     f"{path} has no column {name!r}, which other files of {self.source} have; its columns are "
-                    f"{', '.join(names)}: write it again, or remove it"
+                    f"{', '.join(names)}: write it again, or move it elsewhere"
                 )
 
 

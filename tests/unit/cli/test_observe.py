@@ -96,10 +96,10 @@ if "trains" in sys.argv:
     [
         ([], "no script is named; give one with its arguments: python -m evenrank.observe train.py"),
         (["-m"], "no script is named"),
-        (["--folder", "script.py/below", "script.py"], "script.py/below"),
+        (["--folder", "script.py/below", "script.py"], "below cannot be made (Not a directory); records"),
         (["nothing.py"], "nothing.py is not a file; name the training script, or a module with -m"),
         (["-m", "no_such_package.train"], "there is no module no_such_package.train, neither installed nor in"),
-        (["--folder", "taken", "script.py"], "folder is taken, a file; records are written into a folder"),
+        (["--folder", "taken", "script.py"], "folder taken cannot be made (File exists); records are written there"),
         (["--tasks", "hstu", "script.py"], "Unrecognized options: --tasks"),
         (["--task", "sid", "script.py"], "Invalid choice: 'sid'"),
         (["--report"], "has no record of a rank; run a script with --folder"),
