@@ -157,29 +157,24 @@ class BalancedPipeline:
         if not self._handed_out:
             return copied
         oldest = self._handed_out[0]
-        if not isinstance(copied, ShufflingBatch):  # the user's own copy made a new batch
-            if len(self._handed_out) > 1:
-                raise self._reported(
-                    f"{type(self).__name__} got {kind_of(copied)} that is not the result of the batch's to(), "
-                    f"while {len(self._handed_out)} batches that were read wait for their shuffle; it cannot be "
-                    "matched to one of them: let your own copy return the result of to()"
+        with oldest.failures_posted():  # an error of only this rank
+            if not isinstance(copied, ShufflingBatch):  # the user's own copy made a new batch
+                if len(self._handed_out) > 1:
+                    raise ValueError(
+                        f"{type(self).__name__} got {kind_of(copied)} that is not the result of the batch's to(), "
+                        f"while {len(self._handed_out)} batches that were read wait for their shuffle; it cannot be "
+                        "matched to one of them: let your own copy return the result of to()"
+                    )
+                oldest.follow(copied)
+                copied = ShufflingBatch(copied, oldest)
+            elif copied.handle is not oldest:
+                raise ValueError(
+                    f"{type(self).__name__} copied the batch of step {copied.handle.step} before that of step "
+                    f"{oldest.step}, which was read first; rows of a skipped batch would be missing on other ranks: "
+                    "copy every batch that is read, in order, and choose batches in the iterator"
                 )
-            oldest.follow(copied)
-            copied = ShufflingBatch(copied, oldest)
-        elif copied.handle is not oldest:
-            raise self._reported(
-                f"{type(self).__name__} copied the batch of step {copied.handle.step} before that of step "
-                f"{oldest.step}, which was read first; rows of a skipped batch would be missing on other ranks: copy "
-                "every batch that is read, in order, and choose batches in the iterator"
-            )
         self._handed_out.popleft()
         return self._finish(copied)
-
-    def _reported(self, message: str) -> ValueError:
-        """An error of only this rank, posted so that the other ranks do not wait for it."""
-        error = ValueError(message)
-        self._handed_out[0].post_failure(error)
-        return error
 
     def _finish(self, shuffling: ShufflingBatch) -> Any:
         """Finish the shuffle of a batch that TorchRec has just copied, on the memcpy stream."""

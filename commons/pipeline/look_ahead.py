@@ -12,7 +12,7 @@ import contextlib
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,11 @@ class ShufflingBatch(Pipelineable):
 
     def to(self, *args: Any, **kwargs: Any) -> ShufflingBatch:
         """The copy by the batch's own `to`, with the same handle."""
-        return self._followed_by(self.batch.to(*args, **kwargs))
+        return self._followed_by(lambda: self.batch.to(*args, **kwargs))
 
     def pin_memory(self) -> ShufflingBatch:
         """The batch's copy in pinned memory, with the same handle."""
-        return self._followed_by(self.batch.pin_memory())
+        return self._followed_by(self.batch.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` uses the batch."""
@@ -55,7 +55,9 @@ class ShufflingBatch(Pipelineable):
         """With a copy of the batch: TorchRec turns a copy of the first batch into proxies for its tracer."""
         return ShufflingBatch(copy.copy(self.batch), self.handle)
 
-    def _followed_by(self, copied: Any) -> ShufflingBatch:
+    def _followed_by(self, copy_batch: Callable[[], Any]) -> ShufflingBatch:
+        with self.handle.failures_posted():  # such as too little memory for the copy
+            copied = copy_batch()
         self.handle.follow(copied)
         return ShufflingBatch(copied, self.handle)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from commons.distributed.channel.absence import RankMissingError, ShufflerAbortedError
 from commons.distributed.channel.agree import ControlChannel
 from commons.distributed.channel.groups import only_device
-from commons.distributed.engine.shuffle_handle import EXCHANGE, ShuffleHandle, no_stats
+from commons.distributed.engine.shuffle_handle import ShuffleHandle, no_stats
 from commons.distributed.engine.shuffle_session import GRACE_SECONDS, ShuffleSession
 from commons.distributed.engine.window import ShuffledWindow, WindowReader, shuffle_window
 from commons.distributed.engine.worker import DaemonWorker
@@ -169,7 +169,7 @@ class ShuffleEngine:
         self._require_open()
         prepared, session = handle.prepared(), handle.session
         handle.schema()  # raises if the data has ended, on all ranks
-        with session.channel.failures_posted(handle.step, EXCHANGE):  # the other ranks wait there
+        with handle.failures_posted():
             if session not in self._sessions.values():
                 raise ValueError(
                     f"the handle of step {handle.step} belongs to another shuffler, which has its groups and stats: "

@@ -147,9 +147,9 @@ class ShuffleHandle:
         """Expect a copy of the batch in `finish_shuffle`."""
         self._batch = copied
 
-    def post_failure(self, error: Exception) -> None:
-        """Make the ranks that wait in the exchange of this step raise this rank's error."""
-        self.session.channel.post_failure(self.step, EXCHANGE, error)
+    def failures_posted(self) -> contextlib.AbstractContextManager[None]:
+        """A context for work before the exchange of this step: the ranks that wait there raise an error of this one."""
+        return self.session.channel.failures_posted(self.step, EXCHANGE)
 
     def drain(self) -> None:
         """Wait for the worker, and drop its result or error."""

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,23 @@ def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(pipeline, 
         steps.remove(bad)  # the batch at fault, or never read
     steps += [] if same_iterator else [20, 21, 22, 23]
     assert sorted(of_all(run.seen)) == sorted(of_all(ids_of(*((rank, step) for step in steps))))
+    run.close()
+
+
+@pytest.mark.parametrize("pipeline", ["base", "copies on a thread"])
+@on_two_ranks
+def test_an_error_in_the_copy_of_one_rank_reaches_the_others_at_once(pipeline):
+    copy, last = SampleBatch.to, int(named_batch(1, 2).sample_id[0])
+
+    def copy_or_fail(batch, *args, **kwargs):
+        if int(batch.sample_id[0]) == last:
+            raise Injected("in the copy")
+        return copy(batch, *args, **kwargs)
+
+    run, text = Run(pipeline), "Injected: in the copy"
+    with mock.patch.object(SampleBatch, "to", copy_or_fail):
+        expected = [f"RankMissingError: rank 1 failed in the exchange of step 2: {text}", text]
+        assert error_of(run.to_the_end, own_batches(4)) == expected[dist.get_rank()]
     run.close()
 
 
