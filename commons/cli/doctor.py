@@ -120,7 +120,7 @@ def _driver(torch: Any) -> Iterator[Finding]:
     check = _cuda_check()
     problem = None if check is None else check.driver_problem()
     if problem is not None:
-        yield Finding("driver", WRONG, f"{here}, which this torch cannot use", problem)
+        yield Finding("driver", WRONG, f"{here}; torch cannot use the GPUs", problem)
     elif torch.cuda.is_available():
         yield Finding("driver", OK, f"{here}, serves CUDA {torch.version.cuda}")
     elif version is None and shutil.which("nvidia-smi") is None:

@@ -188,7 +188,8 @@ def find_windows(rows: Rows[Any], trims: Sequence[Trim]) -> list[Window]:
             if (other := window_of.setdefault(path, window)) is not window:
                 raise ValueError(
                     f"field {path_name(path)!r} is {window.width} wide, and the trims by {other.name!r} and by "
-                    f"{window.name!r} both cut it; a field has one mask: name the fields of each trim in Trim.fields"
+                    f"{window.name!r} both cut it; a field has one trim, and so has a mask: name the fields of each in "
+                    "Trim.fields"
                 )
     return windows
 

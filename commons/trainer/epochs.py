@@ -107,7 +107,8 @@ class Epochs:
             if self.in_windows and self._args.shuffle_window % self._steps.window:
                 raise ValueError(
                     f"shuffle_window is {self._args.shuffle_window}, and the loader's {type(self._sampler).__name__} "
-                    f"has a window of {self._steps.window}; no checkpoint can be within both windows: give a multiple"
+                    f"has a window of {self._steps.window}; no checkpoint can be within both windows: give a "
+                    "multiple of the sampler's as shuffle_window"
                 )
         elif self._args.schedule_in == "rows":
             raise ValueError(

@@ -251,7 +251,7 @@ class SequenceModel(nn.Module):
         """Return scaled losses from now on, for training in float16.
 
         Tables whose optimizer runs in the backward pass get unscaled gradients. All other parameters, also plain tables
-        and `data_parallel_tables` (name here every table that your optimizer steps), get scaled gradients, so `scaler`
+        and `data_parallel_tables` (the sharded tables that your optimizer steps), get scaled gradients, so `scaler`
         must unscale and step their optimizer.
         """
         looked_up, plain = self.config.features_of_tables.items(), self.embedding.is_plain

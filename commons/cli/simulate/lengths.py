@@ -238,9 +238,10 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
             header=has_names,
             sep=delimiter,
             auto_detect=False,
+            allow_quoted_nulls=False,  # only an empty line is null
             hive_partitioning=False,  # a folder such as "day=1" is a name
         )
-        # In a file of one column, an empty line is read as a null.
+        # In a file of one column, an empty line is a row.
         return rows.filter(f"{sql_name(names[0])} IS NOT NULL") if len(names) == 1 else rows
 
 

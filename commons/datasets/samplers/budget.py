@@ -148,7 +148,10 @@ class BudgetBatchSampler(PlannedSampler):
             )
 
     def __len__(self) -> int:
-        """Number of batches in the epoch `epoch_of_len`; equal for every rank; plans the whole epoch."""
+        """Number of batches in the epoch of `set_epoch`, or else in the one that was read last; equal for every rank.
+
+        Plans the whole epoch.
+        """
         return sum(1 for _ in self.items(self.epoch_of_len, EPOCH_START))
 
     @property

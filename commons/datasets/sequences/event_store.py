@@ -176,7 +176,7 @@ def _errors_named(folder: Path, *, of_files: bool = False) -> Iterator[None]:
         is_of_memory = isinstance(error, duckdb.OutOfMemoryException)
         if not is_of_memory and (of_files or not isinstance(error, duckdb.IOException)):
             raise
-        if is_of_memory:
+        if is_of_memory and of_files:
             raise OSError(
                 f"reading exceeds DuckDB's memory ({text.partition(' Possible solutions')[0]}); lists of 2,048 rows "
                 f"must fit into {_MEMORY_LIMIT}: write users with long lists as one row per event"

@@ -106,9 +106,8 @@ def plan_of(given: CheckedArguments, best_effort: bool) -> tuple[np.ndarray, np.
             given.max_tokens = most_tokens
             most_tokens = make_plan(given)[3]
         raise ValueError(
-            f"max_tokens is {cap}, the least for which a plan was found is {most_tokens}, {most_tokens - cap} more, "
-            f"for {int(tokens.sum())} tokens in {parts}; no plan was found that keeps the cap: raise max_tokens, use "
-            "more partitions or fewer samples"
+            f"max_tokens is {cap}; no plan was found that keeps it for {int(tokens.sum())} tokens in {parts}, one was "
+            f"found for {most_tokens}, {most_tokens - cap} more: raise max_tokens, use more partitions or fewer samples"
         )
     return assignment, loads, bound
 

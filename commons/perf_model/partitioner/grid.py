@@ -60,8 +60,9 @@ def partition_grid(
         method: "refined" (near-optimal), or "karmarkar_karp", "lpt" or "snake": partitions of that algorithm, sorted
             by load and cut into steps; with speeds, for each rank separately.
         equal_size: whether the sample counts of all ranks and steps differ by at most one; otherwise counts are free,
-            but each rank has a sample in each of several steps, at most one if there are too few, unless they stay as
-            loaded. Without `home` and `max_tokens`, free counts are no worse in a small grid, beyond 1 / 1,000.
+            but each rank has a sample in each of several steps, at most one if there are too few, unless the samples
+            as they were loaded or separate plans of the batches are no worse. Without `home` and `max_tokens`, free
+            counts are no worse in a small grid, beyond 1 / 1,000.
         tokens: memory that each sample takes, `(n,)`; for `max_tokens`, and as the cost of moving a sample.
         max_tokens: most tokens that a rank may hold in a step.
         home: the rank of each sample now, `(n,)`. Given, few tokens leave their rank; moving a sample between the steps

@@ -146,11 +146,13 @@ def load_state(
         fused.load_state_dict({"state": tables})
         if step:
             fused.set_optimizer_step(int(state[_TABLES_STEP]))
-    # As torch's optimizers: a step count is on the host, unless its kernels count on the device.
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    # As torch's optimizers: a step count is on the host, unless the kernels of its group count on the device.
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    on_device = {id(parameter) for group in groups for parameter in group["params"]}
     for key in dense:
         name, slot = key.removeprefix(_DENSE).rsplit("/", 1)
-        value = state[key] if slot == "step" and not on_device else state[key].to(names[name].device)
+        on_host = slot == "step" and id(names[name]) not in on_device
+        value = state[key] if on_host else state[key].to(names[name].device)
         optimizer.state[names[name]][slot] = value
     return {name.rsplit("/", 1)[1]: state[name] for name in random}
 

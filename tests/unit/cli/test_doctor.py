@@ -166,7 +166,7 @@ def test_a_driver_and_gpus(versions, monkeypatch, said):
     for problem in "the NVIDIA driver supports CUDA 11.4; update it", "torch cannot use the GPUs":
         monkeypatch.setattr(cuda_check, "driver_problem", lambda problem=problem: problem)
         text = said(1)
-        assert "driver wrong no NVIDIA driver, which this torch cannot use" in text and f"driver: {problem}" in text
+        assert "driver wrong no NVIDIA driver; torch cannot use the GPUs" in text and f"driver: {problem}" in text
     monkeypatch.setattr(cuda_check, "driver_problem", lambda: None)
     monkeypatch.setattr(doctor, "_driver_version", lambda: "580.65.06")
     names = ["NVIDIA H200", "NVIDIA Unheard-of", "NVIDIA T4"]

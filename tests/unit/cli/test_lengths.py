@@ -195,6 +195,8 @@ FILES = [
     ("spaced.csv", b"user id,n\n1,5\n", ["--column", "user id"], "--group-by 'user id'"),
     ("a.csv", b"user,n\na,5\n", ["--group-by", "nobody"], "has no column 'nobody'; it has user, n"),
     ("gap.csv", b"user,n\na,5\n,6\n", ["--group-by", "user"], "has no value in row 2, counted from 1; every"),
+    ("missing.csv", b'user\na\n\n""\nb\n', ["--group-by", "user"], "has no value in row 2, counted from 1; every"),
+    ("missing.csv", b'n\n3\n""\n', [], "in row 2"),
     ("list.jsonl", b'{"user": [1]}\n', ["--group-by", "user"], "give --column user"),
 ]
 

@@ -356,9 +356,9 @@ def test_no_rows_are_a_grid_too():
         ({"seed": -1}, r"seed is -1; it must be an integer of at least 0"),
         (
             {"tokens": [6] * 4, "steps": 1, "max_tokens": 11},
-            "max_tokens is 11, the least for which a plan was found is 12, 1 more, for 24 tokens in 2 partitions",
+            "max_tokens is 11; no plan was found that keeps it for 24 tokens in 2 partitions, one was found for 12, 1",
         ),
-        ({"tokens": [6] * 4, "ranks": 1, "max_tokens": 11}, "for 24 tokens in 2 steps of 1 ranks; no plan was"),
+        ({"tokens": [6] * 4, "ranks": 1, "max_tokens": 11}, "for 24 tokens in 2 steps of 1 ranks, one was"),
     ],
 )
 def test_mistakes_are_named(arguments, message):
