@@ -270,11 +270,7 @@ class HookInSparseDist(BalancedPipeline):
 
     def fill_pipeline(self, dataloader_iter: Iterator[Any]) -> None:
         """Fill the pipeline as TorchRec does; a user may call this before `progress`."""
-        try:
-            super().fill_pipeline(self._reading(dataloader_iter))  # type: ignore[misc]
-        except Exception as caught:
-            self._broken_by = f"{type(caught).__name__}: {caught}"
-            raise
+        super().fill_pipeline(self._reading(dataloader_iter))  # type: ignore[misc]
 
     def dequeue_batch(self) -> None:
         """Remove a trained batch, as TorchRec does, and count it."""
