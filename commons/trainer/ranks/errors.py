@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import logging
 import os
@@ -75,6 +76,8 @@ def run_main(main: Callable[[], None]) -> None:
         os._exit(status)
     if dist.is_initialized() and not joined:
         dist.destroy_process_group()
+    # Ends the threads of groups in reference cycles: one that frees a tensor after Python's end aborts the process.
+    gc.collect()
 
 
 def log_to_file(run_dir: str | Path, *, append: bool = False) -> None:

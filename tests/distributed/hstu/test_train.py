@@ -18,7 +18,7 @@ from tests.helpers.jobs.training_configs import TINY
 QUIET_TWO_RANKS = [*TWO_RANKS[:2], "commons.trainer.torchrun", *TWO_RANKS[3:]]
 # A training script of a user's own: rank 1 fails while rank 0 is in a collective.
 FAILING = """
-import os, signal, sys, time
+import os, signal, sys, time, types
 import torch, torch.distributed as dist
 from commons.trainer.ranks.errors import log_to_file, run_main
 from commons.trainer.ranks.launch import initialize_ranks
@@ -41,6 +41,12 @@ def main():
     if sys.argv[1] == "waits" and dist.get_rank() == 1:
         print("ready", flush=True)
         time.sleep(60)
+    if sys.argv[1] == "leaves work":
+        cycle = types.SimpleNamespace(group=dist.group.WORLD)
+        cycle.itself = cycle
+        for _ in range(200):
+            dist.all_reduce(torch.ones(100_000), async_op=True)
+        return
     dist.all_reduce(torch.zeros(1))
 run_main(main)
 """
@@ -102,6 +108,14 @@ def test_the_failing_rank_is_the_one_that_speaks(tmp_path, kind, status, log, be
     assert "frame #" not in errors and "/gloo/" not in errors and "Traceback" not in errors
     assert log is None or "Traceback" in (tmp_path / log).read_text()
     assert kind != "leaves" or "; a rank exited or stalled: see its log (traceback in " in said
+
+
+@pytest.mark.slow
+def test_a_group_in_a_reference_cycle_ends_before_python_does(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    done = run_program(*QUIET_TWO_RANKS, script, "leaves work", tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("ctrl_c")
