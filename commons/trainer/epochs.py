@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from commons.trainer.data import RowsInTurn, balanced_loader
 from commons.trainer.ranks.collectives import gather_numbers
 from commons.trainer.ranks.launch import seed_all
 from commons.trainer.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 # Fields of a sampler's identity that may change between launches: they do not change the order of the rows.
 _PER_LAUNCH = (
@@ -114,6 +117,12 @@ class Epochs:
             raise ValueError(
                 f"schedule_in is 'rows' and the sampler is {kind_of(self._sampler)}, which does not state the "
                 "rows of each step: use a sampler of commons.datasets.samplers, or set schedule_in to 'steps'"
+            )
+        if self._args.ckpt_save_interval > 0 and not hasattr(self._sampler, "start_at"):
+            logger.warning(
+                "no run can continue from a checkpoint within an epoch: %s has no start_at(row); use a sampler of "
+                "commons.datasets.samplers.epoch, or save at the ends of epochs",
+                type(self._sampler).__name__,
             )
         if isinstance(self._sampler, PlannedSampler):
             _require_equal(self._identity(), recipe.device)

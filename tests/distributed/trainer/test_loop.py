@@ -28,7 +28,7 @@ from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import PlainModel, head_of, rank_batches
 from tests.helpers.pipelines.shuffled_pipelines import expected_ids
 from tests.helpers.pipelines.trainer_loops import CubicShuffler, Parts, StatedHead
-from tests.helpers.ranks.faults import error_of
+from tests.helpers.ranks.faults import error_of, logged
 from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 SIZES = [6, 3, 1, 2]
@@ -99,14 +99,15 @@ def test_every_sample_is_trained_once_per_epoch_and_evaluated_once(ranks, tmp_pa
     evaluated = results[0]["evaluations"]
     assert len(evaluated) == 5 and all(sorted(rows) == expected_rows(counts[1], 10) for rows in evaluated)
 
-    logged = lines(tmp_path)
-    assert [line["step"] for line in logged if "loss" in line] == [2, 4, 6, 8, 10]
-    evaluations = [line for line in logged if "eval_loss" in line]
+    written = lines(tmp_path)
+    assert [line["step"] for line in written if "loss" in line] == [2, 4, 6, 8, 10]
+    evaluations = [line for line in written if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [2, 4, 6, 8, 10]
     num_rows = len(expected_rows(counts[1], 10))
     assert {(line["eval_rows"], line["eval_rows_seen"]) for line in evaluations} == {(num_rows, num_rows)}
-    assert all(("imbalance_after" in line) == balance for line in logged if "loss" in line)
-    assert logged[-2]["loss"] < logged[0]["loss"] and "mfu" not in logged[0]  # a CPU has no peak rate in the table
+    assert all(("imbalance_after" in line) == balance for line in written if "loss" in line)
+    assert written[-2]["loss"] < written[0]["loss"]
+    assert "mfu" not in written[0]  # a CPU has no peak rate in the table
 
 
 def test_an_evaluation_without_rows_has_no_loss(two_ranks, tmp_path):
@@ -156,13 +157,22 @@ def test_a_number_of_steps_repeats_the_data(two_ranks, tmp_path):
     assert len(results[0]["evaluations"]) == 1  # at the end
 
 
+def run_and_logged(*arguments, **changes):
+    with logged() as messages:
+        return run_loop(*arguments, **changes), messages
+
+
 def test_a_loader_of_ones_own_goes_on_at_the_end_of_an_epoch(two_ranks, tmp_path):
     folder = str(tmp_path / "checkpoints")
     saving = {"ckpt_save_interval": 3, "ckpt_save_dir": folder, "ckpt_load_dir": folder, "eval_interval": 100}
     for num_epochs in (1, 1, 2):
-        results = two_ranks.run(
-            run_loop, str(tmp_path), "none", ([3, 2], [1, 1]), True, num_epochs=num_epochs, **saving
+        results, messages = zip(
+            *two_ranks.run(
+                run_and_logged, str(tmp_path), "none", ([3, 2], [1, 1]), True, num_epochs=num_epochs, **saving
+            ),
+            strict=True,
         )
+        assert all("SequentialSampler has no start_at(row); " in of_rank[0] for of_rank in messages)
         assert {(result["steps"], result["epochs"]) for result in results} == {(3 * num_epochs, num_epochs)}
     assert sorted(row for result in results for row in result["trained"]) == expected_rows([3, 2])
     (error, also) = two_ranks.run(
@@ -231,9 +241,9 @@ def test_a_model_that_a_pipeline_cannot_trace_is_named_before_training(tmp_path)
 def test_operations_are_those_of_the_rows_that_were_trained(ranks, tmp_path):
     counts = [2, 5, 0, 3][: ranks.world_size]  # ranks end at different steps
     ranks.run(run_loop, str(tmp_path), "native", (counts, [1, 1, 1, 1]), True, peak_tflops=0.5)
-    logged = [line for line in lines(tmp_path) if "loss" in line]
-    assert len(logged) == 3
-    for line in logged:
+    written = [line for line in lines(tmp_path) if "loss" in line]
+    assert len(written) == 3
+    for line in written:
         assert line["tflops_per_rank"] * ranks.world_size == pytest.approx(1000 * line["rows_per_s"])
         assert line["mfu"] == pytest.approx(line["tflops_per_rank"] / 0.5)
         assert line["predicted_saving"] >= 0 and "predicted_saving_ms" not in line
