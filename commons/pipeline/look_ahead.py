@@ -150,6 +150,10 @@ class LookAhead(Iterator[ShufflingBatch]):
             self._next = self._read_ahead()
         batch, handle = self._next
         try:
+            handle.wait()
+        except Exception as error:  # a signal handler's, on this rank only: torch's, if a loader's worker was killed
+            self._error = error
+        try:
             self.ended = handle.has_ended()
         except RankMissingError:
             raise
@@ -205,9 +209,9 @@ class LookAhead(Iterator[ShufflingBatch]):
         self._kept = None
 
     def _read_ahead(self) -> tuple[Any | None, ShuffleHandle]:
-        batch, error = self._kept, None
-        self._kept = None
-        if batch is None and not self._exhausted:
+        batch, error = self._kept, self._error
+        self._kept = self._error = None
+        if batch is None and error is None and not self._exhausted:
             try:
                 require_iterator(self.source)
                 batch = next(self.source, None)

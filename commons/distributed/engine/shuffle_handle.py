@@ -98,23 +98,18 @@ class ShuffleHandle:
 
     def failed_elsewhere(self) -> bool:
         """Whether this step failed because of other ranks' batches only; waits for the gather."""
-        self._await()
+        self.wait()
         error = self._future.exception()
         return error is not None and hasattr(error, "failed_ranks") and error.__cause__ is None
 
     def prepared(self) -> PreparedShuffle:
         """The worker's result; waits for it, and raises any rank's error."""
-        if self._prepared is not None:
-            return self._prepared
-        started = time.perf_counter()
-        try:
-            with span("wait"):
-                self._await()
+        if self._prepared is None:
+            self.wait()
+            try:
                 self._prepared = self._future.result()
-        except RankMissingError as error:
-            raise error.with_traceback(None) from None  # the worker's frames would keep the batch alive
-        finally:
-            self.wait_ms += (time.perf_counter() - started) * 1e3
+            except RankMissingError as error:
+                raise error.with_traceback(None) from None  # the worker's frames would keep the batch alive
         return self._prepared
 
     def schema(self) -> BatchSchema:
@@ -155,21 +150,25 @@ class ShuffleHandle:
         """Wait for the worker, and drop its result or error."""
         self._finished = True
         self._batch = None
-        self._await()
+        self.wait()
         self._future.exception()
 
-    def _await(self) -> None:
+    def wait(self) -> None:
         """Wait until the worker is done, for as long as it may take.
 
         Raises:
             RuntimeError: this is a forked process, which has no worker; or the worker is stuck.
         """
         self.session.channel.require_own_process()
-        # Counts short waits instead of time: after a long stop of the process, its worker still has time to report.
-        for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                self._future.exception(_LOOK_SECONDS)
-                return
+        started = time.perf_counter()
+        try:
+            # Counts short waits instead of time: after a long stop of the process, its worker still has time to report.
+            for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
+                with span("wait"), contextlib.suppress(concurrent.futures.TimeoutError):
+                    self._future.exception(_LOOK_SECONDS)
+                    return
+        finally:
+            self.wait_ms += (time.perf_counter() - started) * 1e3
         raise RuntimeError(
             f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, longer than the wait for any "
             "rank; the worker thread is stuck: look at its stack (py-spy dump), and restart from a checkpoint"

@@ -21,6 +21,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
 from commons.pipeline.look_ahead import LookAhead
@@ -187,6 +188,31 @@ def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(pipeline, 
         steps.remove(bad)  # the batch at fault, or never read
     steps += [] if same_iterator else [20, 21, 22, 23]
     assert sorted(of_all(run.seen)) == sorted(of_all(ids_of(*((rank, step) for step in steps))))
+    run.close()
+
+
+@pytest.mark.parametrize("pipeline", ["base", "sparse"])
+@on_two_ranks
+def test_a_signals_handler_that_raises_in_a_wait_fails_every_rank(pipeline):
+    """As torch's does on the main thread if a worker of a DataLoader was killed; once within the data, once at the end."""
+    run, rank, wait, bad = Run(pipeline), dist.get_rank(), ShuffleHandle.wait, [3, 9]
+
+    def interrupted(handle):
+        if rank == 1 and handle.step in bad:
+            bad.remove(handle.step)
+            raise Injected("in the handler")
+        wait(handle)
+
+    source, trained_before = own_batches(8), 0
+    with mock.patch.object(ShuffleHandle, "wait", interrupted):
+        with pytest.raises(RuntimeError, match="^rank 1: Injected: in the handler$"):
+            while True:
+                run.progress(source)
+                trained_before += 1
+        # No other rank is at fault for what happens when its data has ended.
+        assert error_of(run.to_the_end, source) == ["no error", "Injected: in the handler"][rank]
+    assert (trained_before, run.torn) == (4, 0)
+    assert sorted(of_all(run.seen)) == sorted(of_all(ids_of(*((rank, step) for step in range(8)))))
     run.close()
 
 
