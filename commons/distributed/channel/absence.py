@@ -333,7 +333,9 @@ class NamedCollectives:
     def _failure_after(self, own_wait: CollectiveWait, error: BaseException) -> BaseException:
         """The error to raise in place of `error`, which ended this rank's wait in a collective."""
         self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
-        if not isinstance(error, RuntimeError) and self._known_failure() is None:
+        # If a loader's worker was killed, torch's signal handler raises a RuntimeError in any line of the main thread.
+        of_collective = isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker ")
+        if not of_collective and self._known_failure() is None:
             return error
         with self._failing:  # the error is that of the first thread, if several fail
             failure = self._known_failure() or (

@@ -22,6 +22,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from commons.distributed.engine.shuffle_handle import ShuffleHandle
+from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
 from commons.pipeline.look_ahead import LookAhead
@@ -194,7 +195,7 @@ def test_an_error_of_the_data_is_raised_once_and_nothing_else_is_lost(pipeline, 
 @pytest.mark.parametrize("pipeline", ["base", "sparse"])
 @on_two_ranks
 def test_a_signals_handler_that_raises_in_a_wait_fails_every_rank(pipeline):
-    """As torch's does on the main thread if a worker of a DataLoader was killed; once within the data, once at the end."""
+    """As torch's does on the main thread if a loader's worker was killed; once within the data, once at the end."""
     run, rank, wait, bad = Run(pipeline), dist.get_rank(), ShuffleHandle.wait, [3, 9]
 
     def interrupted(handle):
@@ -231,6 +232,23 @@ def test_an_error_in_the_copy_of_one_rank_reaches_the_others_at_once(pipeline):
         expected = [f"RankMissingError: rank 1 failed in the exchange of step 2: {text}", text]
         assert error_of(run.to_the_end, own_batches(4)) == expected[dist.get_rank()]
     run.close()
+
+
+@on_two_ranks
+def test_a_loaders_worker_that_was_killed_during_the_exchange_is_no_missing_rank():
+    """Torch's signal handler raises in any line: here in the call of the collective, while rank 0 is in its model."""
+    rank, batch = dist.get_rank(), named_batch(dist.get_rank(), 0)
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=30.0))) as shuffler:
+        handle = shuffler.start_shuffle(batch)
+        assert not handle.has_ended()
+        if rank == 1:
+            with mock.patch.object(RowExchange, "send_rows", side_effect=error):
+                said = error_of(shuffler.finish_shuffle, batch, handle)
+        dist.barrier()
+        if rank == 0:
+            said = error_of(shuffler.finish_shuffle, batch, handle)
+    assert said == ["RankMissingError: rank 1 failed in the exchange of step 0: ", ""][rank] + f"RuntimeError: {error}"
 
 
 @on_two_ranks
