@@ -203,8 +203,8 @@ class NestedField(RowField):
     def of(cls, path: Path, value: torch.Tensor) -> NestedField:
         if value.layout != torch.jagged:  # `count` raises for it
             return cls(path, value.dtype, (), 0)
-        ragged = ragged_axis(value)
-        return cls(path, value.dtype, (*value.shape[1:ragged], -1, *value.shape[ragged + 1 :]), ragged)
+        ragged, sizes = ragged_axis(value), value.values().shape  # not value.shape, which verl's 3D tensors misstate
+        return cls(path, value.dtype, (*sizes[: ragged - 1], -1, *sizes[ragged:]), ragged)
 
     def count(self, value: torch.Tensor) -> int:
         if value.layout != torch.jagged:

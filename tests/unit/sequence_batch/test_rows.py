@@ -131,6 +131,10 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
     result = concat_rows([select_rows(last, [1]), last])
     assert [row.shape[1] for row in result.unbind()] == [3, 1, 3]
     assert torch.equal(result.unbind()[0], values[:, 1:]) and torch.equal(result.unbind()[1], values[:, :1])
+    of_verl = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 4]))  # its (rope, tokens) positions
+    of_verl._ragged_idx = 2  # torch still has the shape (2, j1, 2)
+    for result in (there_and_back(of_verl), concat_rows([select_rows(last, [0]), select_rows(of_verl, [1])])):
+        assert torch.equal(result.values(), values) and result.shape[:2] == (2, 2)
 
 
 def test_nested_tensors_of_equal_lengths_can_still_be_combined():
