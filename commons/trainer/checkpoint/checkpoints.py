@@ -254,7 +254,7 @@ class Checkpointer:
         saved = on_all_ranks(read, self._device)
         if found := first_text(on_all_ranks(misfit, self._device), self._device)[1]:
             return found
-        if found := unread_of(path, saved, self._model, self._device):
+        if found := unread_of(path, saved, self._model, self._optimizer, self._device):
             return found
         set_random_state(on_all_ranks(lambda: load_state(path, saved, self._model, self._optimizer), self._device))
         return ""

@@ -94,14 +94,17 @@ def misfit_of(path: Path, saved: dict[str, Any], model: nn.Module) -> str:
     return f"{path} {found}; {_REMEDY}" if found else ""
 
 
-def unread_of(path: Path, saved: dict[str, Any], model: nn.Module, device: torch.device) -> str:
+def unread_of(
+    path: Path, saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> str:
     """As `misfit_of`, but of entries that no rank has, such as those of more layers; a collective call.
 
-    A table's optimizer has other entries with another kind of optimizer, and none if the table is data_parallel.
+    A table's optimizer has other entries with another kind of optimizer, a data_parallel table those of `optimizer`.
     """
-    names = [name for name in saved if name.startswith((_MODEL, _TABLES))]
-    own = _in_place(model.state_dict(), _tables_optimizer_state(model))
-    num_ranks = torch.tensor([name in own for name in names], dtype=torch.int64, device=device)
+    names = [name for name in saved if name.startswith((_MODEL, _TABLES, _DENSE))]
+    own, dense = _in_place(model.state_dict(), _tables_optimizer_state(model)), _dense_names(model, optimizer)
+    found_here = [name in own or name.removeprefix(_DENSE).rsplit("/", 1)[0] in dense for name in names]
+    num_ranks = torch.tensor(found_here, dtype=torch.int64, device=device)
     all_reduce(num_ranks, "comparison of a checkpoint's entries")  # with tensor parallelism, ranks have other entries
     unread = sorted(name for name, having in zip(names, num_ranks.tolist()) if not having)
     found = f"has {unread[0]} (and {len(unread) - 1} more), which this model lacks" if unread else ""

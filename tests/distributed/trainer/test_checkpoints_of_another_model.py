@@ -16,7 +16,7 @@ from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.trainer import TrainerArgs
 from commons.trainer.checkpoint.checkpoints import Checkpointer, TrainProgress
 from commons.trainer.checkpoint.folder import STATE_FILE, state_text
-from commons.trainer.sharding import shard_model
+from commons.trainer.sharding import dense_parameters, shard_model
 from tests.helpers.models.torchrec_model import KEYS, ShardableModel
 from tests.helpers.pipelines.trainer_loops import Parts
 from tests.helpers.ranks.faults import error_of, logged
@@ -24,7 +24,7 @@ from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 
 def checkpointer(model, folder, order=(), **changes):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(dense_parameters(model).values(), lr=0.1)
     args = TrainerArgs(1, 1, **{"ckpt_save_dir": str(folder), "ckpt_load_dir": str(folder)} | changes)
     return Checkpointer(
         Parts(args, model, optimizer, (), None), model, optimizer, IdentityBalancedBatchShuffler(), dict(order)
@@ -63,14 +63,23 @@ def test_checkpoints_of_another_model_are_not_called_damaged(tmp_path):
 def test_the_state_of_the_tables_optimizer_is_not_left_out(tmp_path):
     """As with another kind of optimizer, or tables that are data_parallel now."""
 
-    def of_tables(optimizer):
+    def of_tables(optimizer, folder=""):
         cpu, tables = torch.device("cpu"), [f"t_{key}" for key in KEYS]
-        return checkpointer(shard_model(ShardableModel(), tables, device=cpu, embedding_optimizer=optimizer), tmp_path)
+        model = shard_model(ShardableModel(), tables, device=cpu, embedding_optimizer=optimizer)
+        return checkpointer(model, tmp_path / folder)
 
     of_tables("rowwise_adagrad").save(TrainProgress(1))
     error = error_of(of_tables("sgd").resume)
     assert "has tables_optimizer/embedding.embeddings.t_action.weight/t_action.momentum1 (and 1 more), which " in error
     assert of_tables("rowwise_adagrad").resume()[0].step == 1
+    model = ShardableModel().to_empty(device="cpu")  # every rank has every table, as with data_parallel
+    for each in model.parameters():
+        torch.nn.init.ones_(each)
+    parallel, weight = checkpointer(model, tmp_path / "parallel"), model.embedding.embeddings["t_item"].weight
+    parallel._optimizer.state[weight]["momentum_buffer"] = torch.ones_like(weight)
+    parallel.save(TrainProgress(1))
+    error = error_of(of_tables("sgd", "parallel").resume)
+    assert "has dense_optimizer/embedding.embeddings.t_item.weight/momentum_buffer (and 0 more), which this" in error
 
 
 @contextlib.contextmanager
