@@ -12,6 +12,7 @@ import numpy as np
 from commons.distributed.channel.agree import CALL_NUMBERS, ControlChannel
 from commons.distributed.errors import capture_error, name_ranks
 from commons.distributed.gather.local_rows import LocalRows
+from commons.perf_model.partitioner.inputs import as_array
 from commons.sequence_batch.schema import BatchSchema
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ def agree_on_schema(
 
 def _digest_of(local: Sequence[LocalRows], tables: Sequence[np.ndarray]) -> int:
     """A positive digest of the packed rows of a rank; 0 if they do not tell ranks apart."""
-    costs = {cost for each, table in zip(local, tables) if len(table) for cost in np.asarray(each.workloads).tolist()}
+    known = [as_array(each.workloads, "workloads") for each, table in zip(local, tables) if len(table)]
+    costs = {cost for array in known for cost in array.tolist()}
     if len(costs) < _TELLING_COSTS:
         return 0
     digest = hashlib.blake2b(b"".join(table.tobytes() for table in tables), digest_size=8).digest()

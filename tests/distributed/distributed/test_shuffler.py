@@ -106,6 +106,20 @@ class DirectShuffler(SquareShuffler):
         return batch.features.lengths().view(3, -1).sum(0).to(torch.int64) ** 2 + 10
 
 
+class LearnedShuffler(SquareShuffler):
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        costs = super().get_workloads(batch).clamp(max=255).to(torch.bfloat16)
+        return costs.requires_grad_() if dist.get_rank() else costs
+
+
+@on_two_ranks
+def test_workloads_may_be_in_bfloat16_and_have_a_graph():
+    batch = my_batch(5, [16] * 4)
+    with closing(LearnedShuffler()) as shuffler:
+        result, workloads = shuffler.shuffle(batch, return_workloads=True)
+        assert workloads.tolist() == shuffler.get_workloads(result).tolist()
+
+
 @pytest.mark.parametrize("mode, most", [("balance", 2), ("observe", 1)])
 @on_ranks
 def test_the_fields_of_a_batch_are_walked_at_most_twice_per_step(mode, most):
