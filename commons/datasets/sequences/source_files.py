@@ -15,20 +15,35 @@ from commons.datasets.sequences.event_store import sql_text
 
 # Suffixes of files that DuckDB can convert.
 _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
+# What a table has in its folder: the log or metadata that say which of its files and rows count.
+_TABLES = {"Delta": "_delta_log", "Iceberg": "metadata/*.metadata.json", "Hudi": ".hoodie"}
 
 
 def find_parquet(source: Path) -> list[Path]:
-    """A parquet file, or the files in a folder at any depth, sorted by name; FileNotFoundError if there is none."""
+    """A parquet file, or the files in a folder at any depth, sorted by name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: a file of a Delta, Iceberg or Hudi table, which keeps files whose rows were removed or rewritten.
+    """
     if not source.exists():
         raise FileNotFoundError(
             f"{source} does not exist; the source is a parquet file or a folder of parquet files: correct it"
         )
-    if source.is_file():
-        return [source]
+    files = [str(source)] if source.is_file() else []
     # Without names that begin with a dot or an underscore, such as _SUCCESS. A schema is given, so no file is opened.
-    files = sorted(ds.dataset(source, pa.schema([]), "parquet").files) if source.is_dir() else []
+    if source.is_dir():
+        files = sorted(ds.dataset(source, pa.schema([]), "parquet").files)
     if not files:
         raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
+    for folder in sorted({folder for file in files for folder in Path(os.path.realpath(file)).parents}):
+        for name, log in _TABLES.items():
+            if any(folder.glob(log)):
+                raise ValueError(
+                    f"{folder} is a table of {name}, and its files also have rows that were removed or rewritten: "
+                    "write the table's rows to another folder as parquet files, with the program that writes the table "
+                    "(in Spark, spark.table(…).write.parquet(…)), and give that folder"
+                )
     return each_once(map(Path, files))
 
 

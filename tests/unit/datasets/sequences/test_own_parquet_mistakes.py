@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -159,6 +160,25 @@ def test_files(tmp_path):
     whole = write(tmp_path / "log" / "1.parquet").read_bytes()
     (tmp_path / "log" / "1.parquet").write_bytes(whole[:60] + b"\xff" * 40 + whole[100:])
     assert "is damaged" in error_of(tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("name", "log"),
+    [("Delta", "_delta_log/0.json"), ("Iceberg", "metadata/v1.metadata.json"), ("Hudi", ".hoodie/hoodie.properties")],
+)
+def test_files_of_a_table_are_not_its_rows(tmp_path, name, log):
+    """Rows that the table has removed or rewritten are still in its files, and would count twice."""
+    table = tmp_path / "lake" / "events"
+    for part in ("data/day=1", Path(log).parent):
+        (table / part).mkdir(parents=True)
+    (table / log).touch()
+    file = write(table / "data" / "day=1" / "0.parquet")
+    (tmp_path / "link").symlink_to(table / "data")
+    for source in (file, table / "data", table, table.parent, tmp_path / "link"):
+        assert f"{table} is a table of {name}, and its files also have rows" in error_of(source)
+    (table / log).rename(tmp_path / "log")
+    (table / log).parent.rmdir()
+    preprocess_parquet(COLUMNS, table, tmp_path / "data")
 
 
 def test_an_integer_that_only_a_later_file_s_type_has(tmp_path):
