@@ -251,6 +251,8 @@ class _Writer:
 
 
 def _digest(values: pa.Array) -> str:
+    if values.null_count:  # DuckDB leaves any number in the place of the null, which is the last value
+        values = pa.concat_arrays([values.drop_null(), pa.nulls(values.null_count, values.type)])
     serialized = pa.record_batch([values], ["value"]).serialize()
     return hashlib.blake2b(serialized, digest_size=8).hexdigest()
 

@@ -12,6 +12,7 @@ from unittest import mock
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -65,7 +66,7 @@ def test_preprocessing_that_is_ended_leaves_no_half_data_set_and_starts_again(tm
     assert SequenceFile(output, "ml-20m", []).metadata.options["seed"] == 2
 
 
-COLUMNS = EventColumns("uid", "iid", "ts", "s", ("like",))
+COLUMNS = EventColumns("uid", "iid", "ts", "s", ("like",), ("age",))
 
 
 def draw_events(rng, num_events):
@@ -76,9 +77,11 @@ def draw_events(rng, num_events):
         "iid": rng.integers(0, 50, num_events) * 10**6,
         "ts": rng.integers(0, num_events // 4, num_events),
         "like": rng.random(num_events) < 0.5,
+        "age": rng.integers(-5, 90, num_events),
     }
     again = np.concatenate([np.arange(num_events), rng.integers(0, num_events, num_events // 10)])
-    return {name: values[again] for name, values in table.items()}
+    table = {name: pa.array(values[again]) for name, values in table.items()}
+    return table | {"age": pc.if_else(pc.less(table["age"], 0), None, table["age"])}
 
 
 def test_the_bytes_do_not_depend_on_threads_or_memory(tmp_path):
