@@ -139,7 +139,8 @@ def _of_balanced(report: RunReport, measured: str) -> str:
     left = gain.uneven_after or 0.0
     if left < _MUCH_LEFT or report.window > 1:
         return f"{gained}."
-    if (gain.gap or 0.0) < left / 2:
+    # Rows that no plan can split, unless settings kept the plans from being better.
+    if (gain.gap or 0.0) < (min(left / 2, _MUCH_LEFT) if _too_tight(report) else left / 2):
         why = f"the remaining imbalance of {left:.0%} comes from rows that no plan can split"
         return f"{gained}; {why}: {_longer(report)}."
     if report.by_work:
@@ -148,18 +149,24 @@ def _of_balanced(report: RunReport, measured: str) -> str:
 
 
 def _looser(report: RunReport) -> str:
+    """How to change the settings so that plans are better."""
+    equal_size = setting(report.log.config, "trainer.shuffler.equal_size") is not False
+    other = "free row counts (--trainer.shuffler.no-equal-size)" if equal_size else "more rows per step"
+    return " or ".join(_too_tight(report)) or other
+
+
+def _too_tight(report: RunReport) -> list[str]:
     """The settings that kept the run's plans from being better, and how to change them."""
-    shuffler, gain = setting(report.log.config, "trainer.shuffler") or {}, report.gain
-    found = ["a smaller --trainer.shuffler.min-gain"] if gain.gated else []
+    shuffler, half_gap = setting(report.log.config, "trainer.shuffler") or {}, (report.gain.gap or 0.0) / 2
+    is_gated = report.gain.gated and shuffler.get("min_gain", 0.0) >= half_gap
+    found = ["a smaller --trainer.shuffler.min-gain"] if is_gated else []
     if shuffler.get("partitioner", "refined") != "refined":
         found.append("--trainer.shuffler.partitioner refined")
     if shuffler.get("max_tokens_per_rank") is not None:
         found.append("a larger --trainer.shuffler.max-tokens-per-rank")
-    if shuffler.get("slack", 0.0) >= (gain.gap or 0.0) / 2:
+    if shuffler.get("slack", 0.0) >= half_gap:
         found.append("a smaller --trainer.shuffler.slack")
-    if not found and shuffler.get("equal_size", True):
-        found = ["free row counts (--trainer.shuffler.no-equal-size)"]
-    return " or ".join(found or ["more rows per step"])
+    return found
 
 
 def _longer(report: RunReport) -> str:

@@ -38,6 +38,20 @@ def test_an_imbalance_that_remains_is_reduced_by_a_setting_that_causes_it(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("shuffler", "gap", "advice"),
+    [
+        ({"slack": 0.3}, 0.2, "is 60%: a smaller --trainer.shuffler.slack may reduce it"),
+        ({"min_gain": 0.02}, 0.2, "of 60% comes from rows that no plan can split: use a window"),
+        ({"slack": 0.3}, 0.01, "of 60% comes from rows that no plan can split: use a window"),
+    ],
+)
+def test_a_setting_that_costs_much_is_advised_before_a_window(tmp_path, shuffler, gap, advice):
+    config = config_of(shuffler={"slack": 0.01} | shuffler)
+    report = report_of(tmp_path, config=config, imbalance_after=0.6, optimality_gap=gap, gated=0.1)
+    assert f"the remaining imbalance {advice}" in advice_of(report)
+
+
+@pytest.mark.parametrize(
     ("min_gain", "end"), [(0.0, "unbalanced (--trainer.shuffler.min-gain 0.05), or"), (0.05, "ms;")]
 )
 def test_a_gate_is_advised_to_a_run_without_it(tmp_path, min_gain, end):
