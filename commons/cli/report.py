@@ -38,6 +38,7 @@ _TERMS = (
     ("work at the bound", "milliseconds per load × lower bound of every plan's largest load"),
     ("unevenness that is left", "milliseconds per load × the slowest rank's load in excess of that bound"),
     ("the rest", "time that does not grow with the slowest rank's load: embeddings, optimizer, gradients, data"),
+    ("not split", "work and the rest together, in a run without milliseconds per load"),
     ("hidden", "fraction of gather and plan that no step waited for"),
     ("keys", "embedding lookups of a rank's rows; the sharding of the tables decides which rank does them"),
 )

@@ -22,10 +22,9 @@ _MOST_POINTS = 300
 # Least range of an axis: from 0 for an imbalance, relative to the values for other numbers.
 _LEAST_IMBALANCE, _LEAST_SPAN = 0.01, 0.01
 # Colour and hatch of the parts of a step.
-_NOT_SPLIT = "a step, not split"
 _LOOKS_OF_PARTS = dict(
     zip(
-        (*PARTS, _NOT_SPLIT),
+        PARTS,
         (("after", ""), ("before", "////"), ("third", "\\\\\\\\"), ("fourth", "xx"), ("muted", ""), ("grid", "..")),
     )
 )
@@ -174,8 +173,8 @@ def _draw_ranks(shown: dict[str, np.ndarray], count: int, axes: Axes) -> None:
 def _parts(reports: Sequence[RunReport]) -> Iterator[Picture]:
     """A picture of the parts of a step's time, a bar for every run; no picture if no run has the parts."""
     known = [(report, report.step_time) for report in reports if report.step_time is not None]
-    bars = [time.parts() if len(time.parts()) > 1 else {_NOT_SPLIT: time.total} for _, time in known]
-    if all(_NOT_SPLIT in bar for bar in bars):
+    bars = [time.parts() for _, time in known]
+    if all(len(bar) == 1 for bar in bars):
         return
     saved = np.array([max(0.0, time.saved or 0.0) * (report.balancing == "balanced") for report, time in known])
     names, positions = short_names([report.log.name for report, _ in known]), np.arange(len(known))[::-1]
@@ -185,7 +184,7 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[Picture]:
         for part, (color, hatch) in _LOOKS_OF_PARTS.items():
             widths = np.array([bar.get(part, 0.0) for bar in bars])
             looks: dict[str, Any] = {"color": COLORS[color], "hatch": hatch, "linewidth": 0.5}
-            looks["edgecolor"] = COLORS["muted" if part == _NOT_SPLIT else "surface"]
+            looks["edgecolor"] = COLORS["muted" if part == PARTS[-1] else "surface"]
             if widths.any():
                 axes.barh(positions, widths, left=begins, height=0.55, label=part, **looks)
             begins += widths
@@ -203,7 +202,7 @@ def _parts(reports: Sequence[RunReport]) -> Iterator[Picture]:
 
     text = (
         "Work at the bound is the slowest rank's work at the lower bound of every plan. The time that balancing takes "
-        "off is outlined. The step of a run without logged loads is not split."
+        "off is outlined. Without milliseconds per load, work and the rest are not split."
     )
     yield Picture("Where a mean step's time goes", text, draw, height=190 + 80 * len(bars))
 

@@ -13,8 +13,11 @@ import numpy as np
 
 from commons.run_log.reading import RunLog
 
-# Names of the parts of a step in tables and pictures.
-PARTS = ("work at the bound", "unevenness that is left", "exchange of rows", "waiting for the plan", "the rest")
+# Names of the parts of a step in tables and pictures; without a slope, the work is part of the last one.
+PARTS = (
+    *("work at the bound", "unevenness that is left", "exchange of rows", "waiting for the plan", "the rest"),
+    "not split",
+)
 # Fewest points, and least spread of loads (standard deviation ÷ mean), for a fit.
 _FEWEST_POINTS, _LEAST_SPREAD = 20, 0.1
 # Least R²: below it, the loads explain less than half of the variance of the times.
@@ -32,7 +35,7 @@ class StepTime:
     uneven: float | None  # the slowest rank's work in excess of that; None without a slope
     exchange: float | None  # of rows, as seen by the host; None if no rows move, or if it overlaps with the steps
     waiting: float | None  # for the plan; None without a shuffler
-    rest: float  # everything else, which does not grow with the slowest rank's load
+    rest: float  # everything else, which does not grow with the slowest rank's load; without a slope also the work
     # Reduction of the slowest rank's work by balancing (predicted, if rows were only observed), with the milliseconds
     # per load of the run's own steps; None without a slope.
     saved: float | None
@@ -44,7 +47,8 @@ class StepTime:
 
     def parts(self) -> dict[str, float]:
         """The known parts by their names in PARTS, in this order."""
-        values = (self.work, self.uneven, self.exchange, self.waiting, self.rest)
+        rest = (None, self.rest) if self.work is None else (self.rest, None)
+        values = (self.work, self.uneven, self.exchange, self.waiting, *rest)
         return {name: value for name, value in zip(PARTS, values) if value is not None}
 
 
