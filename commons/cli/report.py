@@ -206,6 +206,11 @@ def _notes(reports: Sequence[RunReport], comparisons: Sequence[RunComparison]) -
                 f"with a budget the steps of {each.run} and {each.base} are not the same: compare rows per second, "
                 "and metrics after the same number of rows."
             )
+        if not each.equal_units:
+            yield (
+                f"the loads of {each.run} and {each.base} have different units (another shuffler or calibration): "
+                "their imbalances and speed-ups of the slowest rank do not compare."
+            )
 
 
 def _advice(

@@ -76,6 +76,8 @@ class RunComparison:
         # Whether a step of one run is a step of the other; a budget changes the rows of a step, so that only rows per
         # second and loads per row compare.
         self.equal_steps = _have_equal_steps(base.log, other.log)
+        # Whether the loads of both runs, if both have loads, have the same unit.
+        self.equal_units = _have_equal_units(base, other)
         self.step_ms: float | None = None  # median step of the first run ÷ of this run
         self.each_step: StepRatio | None = None
         self.loss: LossDifference | None = None
@@ -97,7 +99,7 @@ class RunComparison:
         # first run logged no loads, this run's loads before balancing are used. Loads of other rows or models, or in
         # another unit, cannot be compared.
         self.work: float | None = None
-        if not self.differences and _have_equal_units(base, other):
+        if not self.differences and self.equal_units:
             self.work = ratio(_largest_per_row(base), _largest_per_row(other))
             loads_unknown = self.work is None and base.balancing == "off" and other.balancing == "balanced"
             if loads_unknown and self.equal_steps:
