@@ -135,7 +135,9 @@ def _of_balanced(report: RunReport, measured: str) -> str:
         )
     possible = "" if gain.possible is None else f", of {gain.possible:.2f}× possible"
     steps = "" if gain.step is None else f", and a step {gain.step:.2f}×"
-    gained = f"{what} makes the slowest rank {gain.work:.2f}× faster{possible}{steps}"
+    has_budget = setting(report.log.config, "trainer.budget_per_rank") is not None
+    than = " than the same steps with rows in turn" if has_budget else ""
+    gained = f"{what} makes the slowest rank {gain.work:.2f}× faster{than}{possible}{steps}"
     left = gain.uneven_after or 0.0
     if left < _MUCH_LEFT or report.window > 1:
         return f"{gained}."
@@ -173,7 +175,8 @@ def _longer(report: RunReport) -> str:
     """How to plan more rows together, with the settings of the run."""
     config = report.log.config
     if setting(config, "trainer.budget_per_rank") is not None:
-        return "use a larger --trainer.budget-per-rank"
+        rows = "train" if setting(config, "trainer.global_batch_size") is None else "global"
+        return f"use a larger --trainer.budget-per-rank, and --trainer.{rows}-batch-size, its most rows"
     window = f"a window (--trainer.shuffle-window {2 * report.window}) or "
     return f"use {'' if setting(config, 'trainer.single_rank_load') is True else window}more rows per step"
 

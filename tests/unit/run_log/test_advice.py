@@ -51,6 +51,14 @@ def test_a_setting_that_costs_much_is_advised_before_a_window(tmp_path, shuffler
     assert f"the remaining imbalance {advice}" in advice_of(report)
 
 
+@pytest.mark.parametrize(("given", "rows"), [({}, "train"), ({"global_batch_size": 32}, "global")])
+def test_a_budget_gains_over_its_own_steps_and_grows_with_the_room_for_its_rows(tmp_path, given, rows):
+    config = config_of(balance_sampler=True, budget_per_rank=4.0, **given)
+    advice = advice_of(report_of(tmp_path, config=config, before_in_turn=1, **UNEVEN))
+    assert "× faster than the same steps with rows in turn, of " in advice
+    assert advice.endswith(f"use a larger --trainer.budget-per-rank, and --trainer.{rows}-batch-size, its most rows.")
+
+
 @pytest.mark.parametrize(
     ("min_gain", "end"), [(0.0, "unbalanced (--trainer.shuffler.min-gain 0.05), or"), (0.05, "ms;")]
 )
