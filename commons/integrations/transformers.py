@@ -29,7 +29,7 @@ from commons.perf_model.partitioner import as_int64_workloads
 
 T = TypeVar("T", bound=Trainer)
 _HOOKS = ("get_train_dataloader", "model_accepts_loss_kwargs", "compute_loss_func")
-_LOSSES = ("loss", "loss_function", "loss_fct", "cross_entropy")  # ends of the names of what computes a loss
+_LOSSES = ("loss", "cross_entropy", "criterion")  # parts of the names of what computes a loss
 
 
 def balanced(
@@ -248,12 +248,13 @@ def _has_mean_loss(forward: Any) -> bool:
     if source is None:
         return False
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
-    losses = [call for call in calls if ast.unparse(call.func).lower().endswith(_LOSSES)]
+    names = [ast.unparse(call.func).lower().rpartition(".")[2] for call in calls]
+    losses = [call for call, name in zip(calls, names) if any(part in name for part in _LOSSES)]
     others = _name_of_others(source)
     passed_on = others is not None and any(
-        isinstance(node, ast.Name) and node.id == others for call in losses for node in ast.walk(call)
+        isinstance(node, ast.Name) and node.id == others for call in losses or calls for node in ast.walk(call)
     )
-    return bool(losses) and not passed_on and "num_items_in_batch" not in ast.unparse(source)
+    return not passed_on and "num_items_in_batch" not in ast.unparse(source)
 
 
 def _parsed(function: Any) -> ast.AST | None:

@@ -198,7 +198,15 @@ def test_what_computes_the_loss_decides_whether_rows_are_counted(trainers, tmp_p
     def ignores(self, logits, labels, **kwargs):
         return self.helper_loss(logits, labels)
 
-    assert not _has_mean_loss(passes_on) and _has_mean_loss(ignores)
+    def keeps_its_function(self, tokens, labels, **kwargs):
+        logits = self.backbone(tokens, **kwargs)
+        return self.loss_fn(logits, labels)
+
+    def has_no_name_of_a_loss(self, logits, labels, **kwargs):
+        return self.distance(logits, labels)
+
+    assert not _has_mean_loss(passes_on)
+    assert all(map(_has_mean_loss, (ignores, keeps_its_function, has_no_name_of_a_loss)))
     trainer = trainers.make_trainer(tmp_path, label_smoothing_factor=0.1)
     trainer.label_smoother = lambda outputs, labels, shift_labels=False: outputs.loss  # as in older releases
     with pytest.raises(ValueError, match="the loss of label_smoothing_factor is a mean over a micro-batch"):
