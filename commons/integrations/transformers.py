@@ -196,17 +196,17 @@ def _require_counted_loss(trainer: Trainer) -> None:
     if counts and trainer.compute_loss_func is None and smoother is not None:
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
             counts, what = False, "the loss of label_smoothing_factor is a mean over a micro-batch"
-    elif counts and trainer.compute_loss_func is None and _loss_of(trainer) is Trainer.compute_loss:
+    elif counts and trainer.compute_loss_func is None and _method_of(trainer, "compute_loss") is Trainer.compute_loss:
         model = trainer.accelerator.unwrap_model(trainer.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # as the Trainer, with PEFT
         if trainer.label_names and "labels" not in trainer.label_names:
             counts, what = False, f"the labels are {', '.join(trainer.label_names)}, and the Trainer counts only labels"
-        elif _has_mean_loss(model.forward):
+        elif _has_mean_loss(_method_of(model, "forward")):
             counts, what = False, f"the loss of {type(model).__name__} is a mean over a micro-batch"
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is False:  # as in TRL's DPOTrainer and RewardTrainer
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
-    elif counts and scaled is None and _uses_of_count(_loss_of(trainer)) == (0, 0):
+    elif counts and scaled is None and _uses_of_count(_method_of(trainer, "compute_loss")) == (0, 0):
         counts, what = False, f"compute_loss of {type(trainer).__name__} does not use num_items_in_batch"
         where = "compute_loss; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
     averages = trainer.args.world_size == 1 or trainer.args.average_tokens_across_devices
@@ -218,9 +218,9 @@ def _require_counted_loss(trainer: Trainer) -> None:
         )
 
 
-def _loss_of(trainer: Trainer) -> Any:
-    """The first `compute_loss` of a trainer that does more with num_items_in_batch than hand it to `super()`."""
-    methods = [vars(owner)["compute_loss"] for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
+def _method_of(instance: Any, name: str) -> Any:
+    """The first `compute_loss` or `forward` that does more with num_items_in_batch than hand it to `super()`."""
+    methods = [vars(owner)[name] for owner in type(instance).__mro__ if name in vars(owner)]
     for method in methods:
         total, handed_on = _uses_of_count(method) or (1, 0)
         if total > handed_on or not total:
@@ -229,7 +229,7 @@ def _loss_of(trainer: Trainer) -> Any:
 
 
 def _uses_of_count(method: Any) -> tuple[int, int] | None:
-    """How often a `compute_loss` reads num_items_in_batch or **kwargs, and how often of these to call `super()`."""
+    """How often a method reads num_items_in_batch or **kwargs, and how often of these to call that of `super()`."""
     source = _parsed(method)
     if source is None:
         return None
@@ -239,7 +239,8 @@ def _uses_of_count(method: Any) -> tuple[int, int] | None:
         return sum(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
 
     calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
-    return count(source), sum(count(call) for call in calls if ast.unparse(call.func).endswith(").compute_loss"))
+    ends = (").compute_loss", ").forward")
+    return count(source), sum(count(call) for call in calls if ast.unparse(call.func).endswith(ends))
 
 
 def _has_mean_loss(forward: Any) -> bool:

@@ -242,6 +242,22 @@ def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(tr
     trainers.balanced(trainer).get_train_dataloader()
 
 
+def test_a_forward_that_calls_its_parents_has_the_loss_of_that(trainers, tmp_path):
+    """As that of Gemma3ForSequenceClassification."""
+
+    def load(model):
+        class Calling(type(model)):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **kwargs)
+
+        model.__class__ = Calling
+        trainers.balanced(trainers.make_trainer(tmp_path, model=model)).get_train_dataloader()
+
+    load(trainers.make_model())
+    with pytest.raises(ValueError, match="the (loss of Calling is a mean|model takes no)"):
+        load(small("LlamaForSequenceClassification"))
+
+
 def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
     class Mean(trainers.Trainer):
         loss_is_scaled_for_ga = False
