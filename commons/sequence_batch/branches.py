@@ -68,6 +68,10 @@ def branch_kind(value_type: type) -> BranchKind | None:
     return "sequence" if issubclass(value_type, (list, tuple)) else None
 
 
+class RowObjects(list[Any]):
+    """The objects of a TensorDict's NonTensorStack, one per row: a leaf, whatever they hold."""
+
+
 def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:
     """The kind and the children of a value whose type can be a branch; None and an empty dict for other types.
 
@@ -245,7 +249,7 @@ def _tensordict_children(value: Any) -> dict[Any, Any]:
                 "call densify(layout=torch.jagged) first"
             ) from error
         if isinstance(child, NonTensorStack):
-            child = child.tolist()
+            child = RowObjects(child.tolist())
         elif isinstance(child, NonTensorData):
             held = child.data
             child = held if tensor_kind(held) is not None else Constant(held)

@@ -19,6 +19,7 @@ from commons.checks import kind_of
 from commons.sequence_batch.branches import (
     BranchKind,
     Constant,
+    RowObjects,
     child_at,
     children_of,
     rebuild_branch,
@@ -128,7 +129,7 @@ def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> Non
             keys = sorted(children, key=lambda key: (type(key).__name__, str(key)))
         for key in keys:
             child, at = children[key], (*path, key)
-            if is_moved(child):
+            if is_moved(child) or isinstance(child, RowObjects):
                 tree.leaves[at] = child
             elif (lists_are_plain or type(child) is not list) and holds_scalars(child):  # a fast path for most metadata
                 tree.plain[at] = child

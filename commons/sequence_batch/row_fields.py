@@ -216,7 +216,7 @@ class ColumnField(RowField):
         return [item for value in values for item in value]
 
     def content(self, value: list[Any]) -> tuple[Any, list[torch.Tensor]]:
-        return encode_plain(value, self.path), []
+        return encode_plain(list(value), self.path), []
 
     def empty(self, rows: int, device: torch.device | None = None) -> list[Any]:
         return [None] * rows

@@ -13,7 +13,7 @@ KeyedJaggedTensor, JaggedTensor                    leaf; weights are kept
 dict or other mapping, TensorDict, dataclass       branch; stays of its type
 KeyedTensor of key_dim 1                           branch; its values are `(rows, sum of widths)`
 list, tuple or namedtuple with tensors in it       branch; stays of its type
-list without tensors                               leaf: a Python object per row (NonTensorStack in a TensorDict)
+list without tensors, NonTensorStack               leaf: a Python object per row
 list without tensors, below a dataclass            metadata: fields of a dataclass that are no tensors are plain values
 tuple without tensors, str, number, None, other    metadata
 =================================================  =================================================================

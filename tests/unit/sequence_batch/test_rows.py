@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -135,6 +135,17 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
     of_verl._ragged_idx = 2  # torch still has the shape (2, j1, 2)
     for result in (there_and_back(of_verl), concat_rows([select_rows(last, [0]), select_rows(of_verl, [1])])):
         assert torch.equal(result.values(), values) and result.shape[:2] == (2, 2)
+
+
+def test_objects_of_a_tensordict_that_hold_tensors_stay_with_their_rows():
+    """As verl's multi_modal_inputs; also if a tensor has as many entries as the batch has rows."""
+    batch = TensorDict({"row": torch.arange(3)}, 3)
+    batch["images"] = NonTensorStack(*(NonTensorData({"pixels": torch.full((3, 2), row)}) for row in range(3)))
+    for rows in ([2, 0, 1], [1]):
+        for result in (select_rows(batch, rows), concat_rows([select_rows(batch, [row]) for row in rows])):
+            found = result.get("images").tolist()
+            assert result["row"].tolist() == rows == [int(each["pixels"][0, 0]) for each in found]
+            assert all(each["pixels"].shape == (3, 2) for each in found)
 
 
 def test_nested_tensors_of_equal_lengths_can_still_be_combined():
