@@ -73,6 +73,11 @@ def whole_numbers(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
 
 
+def percents(axes: Axes) -> None:
+    """Label the vertical axis, of fractions, in percent, with as many digits as its ticks have."""
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.5g}%")
+
+
 def legend_above(axes: Axes) -> None:
     """Put the legend above the picture, in as many columns as fit."""
     # Until the layout, axes have 0.775 of the picture's width; then a vertical axis with a label leaves them some 0.85.

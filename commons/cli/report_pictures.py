@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
-from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, whole_numbers
+from commons.cli.pictures import COLORS, LOOKS, Picture, as_text, legend_above, percents, whole_numbers
 from commons.run_log.reading import RunLog, short_names
 from commons.run_log.report import RunReport
 from commons.run_log.step_time import PARTS
@@ -56,12 +56,13 @@ def _pictures_of(reports: Sequence[RunReport], names: Sequence[str]) -> Iterator
         _percent_from_zero,
     )
     if len(reports) == 1:
-        for what, title, meaning in (
-            ("loads", "Load of each rank", "work"),
-            ("lookups", "Keys of each rank", "embedding lookups"),
+        # A sampler's log has no keys of the rows as loaded.
+        for what, title, meaning, is_moved in (
+            ("loads", "Load of each rank", "work", is_balanced),
+            ("lookups", "Keys of each rank", "embedding lookups", reports[0].moves_rows),
         ):
-            before = "as loaded" if reports[0].knows_loaded else "as trained"
-            columns = {before: f"{what}_before"} | ({"balanced": f"{what}_after"} if is_balanced else {})
+            before = "as trained" if reports[0].by_work and not is_moved else "as loaded"
+            columns = {before: f"{what}_before"} | ({"balanced": f"{what}_after"} if is_moved else {})
             yield from _ranks(log, title, meaning, columns)
         text = "Median of the steps of each line of the log, in milliseconds."
         yield from _curves("Time of a step", text, [("", log, "step_ms")], "ms", _from_zero)
@@ -107,9 +108,8 @@ def _from_zero(axes: Axes) -> None:
 
 def _percent_from_zero(axes: Axes) -> None:
     """Show at least 0 to 1 %, because otherwise small noise would fill the picture, with ticks that all read 0 %."""
-    top = max(_LEAST_IMBALANCE, axes.get_ylim()[1])
-    axes.set_ylim(0, top)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if top > 0.05 else 1))
+    axes.set_ylim(0, max(_LEAST_IMBALANCE, axes.get_ylim()[1]))
+    percents(axes)
 
 
 def _widen(axes: Axes) -> None:

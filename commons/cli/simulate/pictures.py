@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
 
-from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, whole_numbers
+from commons.cli.pictures import COLORS, LOOKS, Picture, legend_above, marked_lines, percents, whole_numbers
 from commons.cli.simulate.simulation import WORTH, Simulation, Source
 from commons.perf_model.gain import Comparison, DealtRows
 
@@ -114,7 +113,7 @@ def _bands(source: Source, axes: Axes) -> None:
     every = 1 + (len(names) - 1) // 8
     axes.set_xticks(positions[::every], names[::every], rotation=35, ha="right", rotation_mode="anchor")
     axes.set(xlabel="tokens of a row", ylabel="share")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    percents(axes)
     legend_above(axes)
 
 

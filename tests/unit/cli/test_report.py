@@ -194,6 +194,21 @@ def test_axes_of_even_ranks_steps_and_losses_can_be_read(tmp_path):
                 assert axes.get_ylim()[1] > 94  # with room above the line
 
 
+def test_pictures_of_a_sampler_say_what_is_as_loaded_and_ticks_are_not_rounded(tmp_path):
+    uneven = {"imbalance_before": 0.14, "imbalance_after": 0.01, "before_in_turn": 1}
+    lines = [line | uneven for line in lines_of(make_steps(exchanges=False), SIZES)]
+    config = config_of(balance_sampler=True, enable_balanced_shuffler=False)
+    labels, ticks = {}, []
+    for picture in pictures_of([RunReport(RunLog(write_run(tmp_path, lines, config)))]):
+        axes = Figure().subplots()
+        picture.draw(axes)
+        labels[picture.title] = axes.get_legend_handles_labels()[1]
+        if picture.title == "Imbalance":
+            ticks = [(each.get_text(), at) for each, at in zip(axes.get_yticklabels(), axes.get_yticks())]
+    assert labels["Load of each rank"] == ["as loaded", "balanced"] and labels["Keys of each rank"] == ["as trained"]
+    assert all(float(text.removesuffix("%")) == pytest.approx(100 * at) for text, at in ticks) and len(ticks) > 3
+
+
 @pytest.mark.slow
 def test_names_are_no_markup_and_none_is_left_out_of_a_picture(here, told, recwarn):
     """Also those that matplotlib would leave out, or has no letters for."""
