@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -130,14 +131,14 @@ class BudgetBatchSampler(PlannedSampler):
         if len(alone) == len(costs):
             raise ValueError(
                 f"budget_per_rank is {budget}, the lightest {what} costs {int(costs.min())}; the budget must allow "
-                f"several {what}s: raise it to a multiple of the mean, {int(costs.mean())}"
+                f"several {what}s: raise it to several average {what}s, of {int(costs.mean())} each"
             )
         if self._own_ranks[0] == 0:
             row = self._rows_of(alone[:1])[0]
             logger.warning(
                 "%s %d costs %d, budget_per_rank is %d; it is alone on a rank in its step, as are all %d %ss above the "
                 "budget, and their steps take longer than others: truncate them, or raise the budget, at best to the "
-                "heaviest, %d",
+                "heaviest, %d (%d average %ss)",
                 what,
                 row if self._groups is None else self._groups[row],
                 costs[alone[0]],
@@ -145,6 +146,8 @@ class BudgetBatchSampler(PlannedSampler):
                 len(alone),
                 what,
                 costs.max(),
+                math.ceil(costs.max() / costs.mean()),  # the unit of trainer.budget_per_rank
+                what,
             )
 
     def __len__(self) -> int:

@@ -276,7 +276,8 @@ def test_rows_above_the_budget_are_told_once(caplog):
     assert caplog.records.pop().getMessage().startswith("group 7 costs 92, budget_per_rank is 5; it is alone on a rank")
     assert [record.getMessage() for record in caplog.records] == [
         "row 1 costs 90, budget_per_rank is 5; it is alone on a rank in its step, as are all 2 rows above the budget, "
-        "and their steps take longer than others: truncate them, or raise the budget, at best to the heaviest, 90"
+        "and their steps take longer than others: truncate them, or raise the budget, at best to the heaviest, 90 (4 "
+        "average rows)"
     ]
 
 
