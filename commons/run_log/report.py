@@ -106,6 +106,8 @@ class RunReport:
             unknown = (*after, "work", "possible", "step", "predicted_step", "gated", "gap")
             self.gain = replace(self.gain, **dict.fromkeys(unknown))
             self.step_time = self.step_time and replace(self.step_time, saved=None)
+        if self.by_work and self.window > 1:  # the log has bounds of the sampler's steps, not of its windows
+            self.gain = replace(self.gain, possible=None, gap=None)
         self.time_fit = time_fit_of(log, self.trained)
         # None without a shuffler, or in mode "off"
         self.background = _background_of(log, exchanges=self.moves_rows and self.window > 1)
