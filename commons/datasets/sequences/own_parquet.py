@@ -229,8 +229,8 @@ class EventFiles:
             value = _checked(
                 name, value, f"{value} >= {2**63}", f"' has the integer ' || {value}", "ids are below 2^63: convert it"
             )
-        if _family(kind) not in ("text", "binary"):
-            value = f"{value}::BIGINT"
+        if _family(kind) != "binary":
+            value = f"{value}::{'VARCHAR' if _family(kind) == 'text' else 'BIGINT'}"  # VARCHAR also for UUIDs
         if name in self.context:
             return value
         return _without_nulls(name, value, "false" if name == self._columns.user else _IS_EMPTY)
@@ -393,7 +393,7 @@ def _family(kind: pa.DataType) -> str:
     families = {
         "integer": pa.types.is_integer(kind),
         "float": pa.types.is_floating(kind),
-        "text": str(kind) in ("string", "large_string", "string_view"),
+        "text": str(kind) in ("string", "large_string", "string_view", "extension<arrow.uuid>"),
         "binary": str(kind) in ("binary", "large_binary", "binary_view") or pa.types.is_fixed_size_binary(kind),
         "timestamp": pa.types.is_timestamp(kind),
     }

@@ -3,6 +3,7 @@
 import datetime
 import shlex
 import sys
+import uuid
 from collections import defaultdict
 from unittest import mock
 
@@ -250,6 +251,8 @@ class TestPreprocess:
         uuids = pa.array([name.encode() * 16 for name in EVENTS["uid"]], pa.binary(16))
         found = rows_of(stored(tmp_path, uid=uuids, iid=pa.array([9, 8, 7, 9, 7], pa.uint8())))
         assert sorted(found) == [b"a" * 16, b"b" * 16, b"c" * 16]
+        found = rows_of(stored(tmp_path, uid=uuids.cast(pa.uuid())))
+        assert sorted(found) == [str(uuid.UUID(bytes=name * 16)) for name in (b"a", b"b", b"c")]
 
     def test_times_without_a_zone_beside_others_are_not_local_times(self, tmp_path):
         (tmp_path / "log").mkdir()

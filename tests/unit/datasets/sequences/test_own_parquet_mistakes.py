@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pyarrow as pa
@@ -207,6 +208,12 @@ def test_the_command_that_converts_a_file_keeps_ids_apart(tmp_path):
     command = error_of(csv).partition(": python ")[2]
     subprocess.run([sys.executable, *shlex.split(command)], check=True)
     assert pq.read_table(f"{csv}.parquet")["uid"].unique().to_pylist() == ["7", "007"]
+    lines = tmp_path / "log.jsonl"  # DuckDB recognises UUIDs there
+    lines.write_text("".join(f'{{"uid": "{uuid.UUID(int=row)}", "iid": {row}, "ts": 1}}\n' for row in range(3)))
+    command = error_of(lines).partition(": python ")[2]
+    subprocess.run([sys.executable, *shlex.split(command)], check=True)
+    columns = EventColumns("uid", "iid", "ts", context=("uid",))
+    assert preprocess_parquet(columns, Path(f"{lines}.parquet"), tmp_path / "data").is_dir()
 
 
 def test_an_output_within_the_source(tmp_path):
