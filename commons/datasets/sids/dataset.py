@@ -59,6 +59,12 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
                 "item's id is its place among all items of a data set, so a map is valid only for the same items: make "
                 "the map again with `evenrank make-sids`"
             )
+        ids, most = sid_map.item_ids, histories.num_items
+        if not sid_map.options and most is not None and not 0 <= ids[0] <= ids[-1] < most:
+            raise ValueError(
+                f"the map has items from {ids[0]} to {ids[-1]}, and an id of {histories.source} is the place of the "
+                f"item among {most:,} items, counted from 0: replace the map's raw items by their rows in _vocabularies"
+            )
         self.sid_map = sid_map
         self.vocabulary_digests = {"sids": sid_map.digest}  # equal ids of equal items
         self.max_history_length, self.max_candidate_length = max_history_length, max_candidate_length

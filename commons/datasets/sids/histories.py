@@ -31,6 +31,7 @@ class Histories(Protocol):
     """Users with their items, oldest first."""
 
     source: str  # file and split, for messages
+    num_items: int | None  # if ids are places among so many items; None if they are the raw items
 
     def __len__(self) -> int:
         """Number of users."""
@@ -73,6 +74,7 @@ class PreprocessedHistories:
         self._column, self._user_feature_name = schema.item_feature_name, schema.user_feature_name
         self._file = SequenceFile(path, schema.dataset_name, [self._column])
         self._rows = self._file.split_rows(split)
+        self.num_items: int | None = self._file.metadata.vocabulary_sizes[self._column]
         self.source = f"split {split!r} of {self._file.path}"
 
     def __len__(self) -> int:
@@ -108,6 +110,8 @@ class ParquetHistories:
         ValueError: no parquet file, or a column that is missing, of another type, with nulls or with unknown splits.
 
     """
+
+    num_items: int | None = None
 
     def __init__(self, path: str | Path, column: str, split: str) -> None:
         self.source = f"split {split!r} of {path}"

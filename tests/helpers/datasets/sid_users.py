@@ -7,6 +7,7 @@ class Users:
     """Histories from lists of items."""
 
     source = "a list"
+    num_items = None
 
     def __init__(self, users):
         self.users = users

@@ -300,6 +300,12 @@ class TestCommand:
         for items in (["b", "c"], ["a", "b", "d"]):
             with pytest.raises(ValueError, match="was made for items with the digest .*: make the map again"):
                 get_data_loader("sid-parquet", dataset_path=preprocessed("other", items), **options)
+        # A map of one's own for raw items would give almost every item the code of another.
+        np.save(tmp_path / "own.npy", np.array([[0, 0], [0, 1], [1, 0], [1, 1]]))
+        options["sid_map"] = SIDMap.load(tmp_path / "own.npy", [2, 2])
+        assert get_data_loader("sid-parquet", dataset_path=preprocessed("whole", [0, 1, 2, 3]), **options)
+        with pytest.raises(ValueError, match="the map has items from 0 to 3, and an id of .* among 3 items, counted"):
+            get_data_loader("sid-parquet", dataset_path=preprocessed("gap", [0, 2, 3]), **options)
 
     def test_mistakes_are_one_line(self, tmp_path, mistake):
         command = ["make-sids", "parquet", "--source", "no.parquet", "--output"]
