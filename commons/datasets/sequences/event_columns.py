@@ -87,7 +87,9 @@ class EventColumns:
             missing = [name for name in names if name not in found]
             if missing:
                 is_condition = part == "actions" and any(set("=<>") & set(str(name)) for name in missing)
-                remedy = 'write a condition like "event == buy"' if is_condition else "correct the name"
+                remedy = "correct the name, or write the column into the files if only their folders have it, as name=…"
+                if is_condition:
+                    remedy = 'write a condition like "event == buy"'
                 raise ValueError(
                     f"columns.{part} has {', '.join(map(repr, missing))}; {where} has the columns {', '.join(found)}: "
                     f"{remedy}"

@@ -41,7 +41,7 @@ LISTS = {"uid": [1, 2], "iid": [[1, 2], [2, 3]], "ts": [[1, 2], [2, 3]], "stars"
         (EventColumns(), {}, "columns.user is not given; "),
         (EventColumns("uid"), {}, "columns.item is not given; "),
         (EventColumns("uid", "iid"), {}, "columns.time is not given, and a row of"),
-        (EventColumns("uid", "iid", "time"), {}, "columns.time has 'time'; "),
+        (EventColumns("uid", "iid", "time"), {}, "write the column into the files if only their folders have it, as n"),
         (EventColumns("uid", "iid", "ts", actions=("clik",)), {}, "has the columns uid, iid, ts, click, stars, gender"),
         (EventColumns("uid", "iid", "ts", actions=("star > 1",)), {}, "columns.actions has 'star'; "),
         (
