@@ -147,7 +147,9 @@ class BranchField:
         else:
             if kind != "dataclass":
                 _require_only_items(value, path)
-            described = kind, type_name(type(value), path_name(path))
+            # A class of this name may be defined anew, or be another one on another rank.
+            host_fields = getattr(type(value), "host_fields", ()) if kind == "dataclass" and path == () else ()
+            described = kind, type_name(type(value), path_name(path)), *host_fields
         return cls(path, described, keys)
 
     @property
@@ -177,7 +179,9 @@ class BranchField:
         kind, *content = self.described
         if kind == "keyed":
             return f"KeyedTensor {list(content[0])} of widths {list(content[1])}"
-        return kind if kind in ("tensordict", "defaultdict") else content[0].rpartition(":")[2]
+        if kind in ("tensordict", "defaultdict"):
+            return kind
+        return content[0].rpartition(":")[2] + "".join(f", host field {name!r}" for name in content[1:])
 
 
 def _make(kind: str, made: Any, children: dict[Any, Any]) -> Any:

@@ -131,7 +131,7 @@ class BatchSchema:
     @cached_property
     def host_fields(self) -> list[DenseField]:
         """Tensor fields with a host copy, one integer per row; see `BaseBatch`."""
-        paths = [(name,) for name in getattr(self.batch_type, "host_fields", ())]
+        paths = [(name,) for name in self.branches[0].described[2:]]
         is_integer = {each.path: not (each.dtype.is_floating_point or each.dtype.is_complex) for each in self.dense}
         return [each for each in self.dense if each.path in paths and is_integer[each.path] and not each.trailing]
 

@@ -23,6 +23,7 @@ from commons.datasets.hstu_batch import HSTUBatch
 from commons.sequence_batch.host_copies import attach_host_copy, carry_host_copy, host_arrays, host_copy, to_device
 from commons.sequence_batch.schema import BatchSchema
 from tests.helpers.batches.random_batches import RichBatch, random_batch
+from tests.helpers.batches.square_shuffler import SquareShuffler, closing
 from tests.helpers.models.hstu_models import random_batch as random_hstu_batch
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -201,3 +202,24 @@ def test_hosts_know_candidates_and_say_which_names_they_know() -> None:
     assert isinstance(without, HSTUBatch) and not without.host_sequence_lengths()[2].any()
     with pytest.raises(KeyError, match="num_candidates"):
         without.host_values("num_candidates")
+
+
+def _batch_with(names: tuple[str, ...]) -> Any:
+    """A batch of a new class, always of one name, as from a notebook's cell that runs again."""
+
+    @dataclass
+    class AnewBatch(RichBatch):
+        host_fields: ClassVar[tuple[str, ...]] = names
+        number: torch.Tensor = field(kw_only=True)
+
+    return AnewBatch(**vars(random_batch(1, 4)), number=torch.arange(4))
+
+
+def test_a_class_that_is_defined_anew_has_its_own_host_fields() -> None:
+    for names in ((), ("number",)):
+        batch = _batch_with(names)
+        with closing(SquareShuffler()) as shuffler:
+            _, workloads = shuffler.shuffle(batch, return_workloads=True)
+            assert workloads.tolist() == shuffler.get_workloads(batch).tolist()
+            with pytest.raises(ValueError, match="AnewBatch, host field 'sample_id'; type, structure"):
+                shuffler.shuffle(_batch_with(("sample_id",)))
