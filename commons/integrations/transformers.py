@@ -190,8 +190,7 @@ def _is_shuffled(trainer: Trainer, stock: DataLoader) -> bool:
 def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    what = "average_tokens_across_devices is False" if counts else "the model takes no num_items_in_batch"
-    where = "compute_loss_func"
+    what, where = "the model takes no num_items_in_batch", "compute_loss_func"
     smoother = trainer.label_smoother
     if counts and trainer.compute_loss_func is None and smoother is not None:
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
@@ -206,11 +205,13 @@ def _require_counted_loss(trainer: Trainer) -> None:
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is False:  # as in TRL's DPOTrainer and RewardTrainer
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
+        where = "a compute_loss of its own, with loss_is_scaled_for_ga = True"
     elif counts and scaled is None and _uses_of_count(_method_of(trainer, "compute_loss")) == (0, 0):
         counts, what = False, f"compute_loss of {type(trainer).__name__} does not use num_items_in_batch"
         where = "compute_loss; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
-    averages = trainer.args.world_size == 1 or trainer.args.average_tokens_across_devices
-    if not counts or not averages:
+    if counts and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+        counts, what, where = False, "average_tokens_across_devices is False", "average_tokens_across_devices=True"
+    if not counts:
         raise ValueError(
             f"{what}; micro-batches of {type(trainer).__name__} have different numbers of rows, so their mean losses "
             f"must not weigh the same: divide by num_items_in_batch of all ranks ({where}), or pass padded=False and "

@@ -262,6 +262,12 @@ def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
     class Mean(trainers.Trainer):
         loss_is_scaled_for_ga = False
 
+    class Remedied(Mean):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.sum() / num_items_in_batch
+
     class Weighted(trainers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return torch.nn.functional.cross_entropy(model(**inputs).logits, inputs["labels"])
@@ -278,7 +284,7 @@ def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
         trainers.balanced(trainers.make_trainer(tmp_path, kind, model), **options).get_train_dataloader()
 
     for kind, model, why in (
-        (Mean, None, "its loss is a mean over a micro-batch .*; micro-batches of Mean have different"),
+        (Mean, None, "its loss is a mean over a micro-batch .*of Mean have .*with loss_is_scaled_for_ga ="),
         (Weighted, None, "compute_loss of Weighted does not use num_items_in_batch; micro-batches"),
         (Logged, small("BertForSequenceClassification"), "the (loss of BertForSequenceCl.* is|model takes no)"),
     ):
@@ -286,6 +292,7 @@ def test_a_loss_of_a_subclass_must_use_the_count_of_items(trainers, tmp_path):
             load(kind, model)
         load(kind, model, padded=False)
     load(Counted)
+    load(Remedied)
     load(Logged)
 
 
@@ -324,7 +331,7 @@ def test_bad_input_ends_before_the_first_step(of_ranks):
         "ValueError: rows of train_dataset have no field 'input_ids' to count tokens in",
         "tokens, its length is given as",
         "ValueError: lengths has 1 entries, there are 90 rows",
-        "ValueError: average_tokens_across_devices is False; micro-batches of",
+        "divide by num_items_in_batch of all ranks (average_tokens_across_devices=True), or pass",
         "ValueError: seed is 0 on rank 0 and 1 on rank 1 in balanced; all ranks pass the same",
     ]
     for rank in of_ranks:
