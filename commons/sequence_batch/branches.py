@@ -256,7 +256,8 @@ def _tensordict_children(value: Any) -> dict[Any, Any]:
             child = RowObjects(child.tolist())
         elif isinstance(child, NonTensorData):
             held = child.data
-            child = held if tensor_kind(held) is not None else Constant(held)
+            # A tensor with rows would be a value of the TensorDict itself, so a tensor here is for all rows.
+            child = Constant(held) if isinstance(held, torch.Tensor) or tensor_kind(held) is None else held
         children[key] = child
     return children
 

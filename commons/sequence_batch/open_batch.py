@@ -120,7 +120,7 @@ def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> Non
     if isinstance(value, np.ndarray) or is_moved(value) or _is_column(value, lists_are_plain):
         tree.leaves[path] = value
     elif kind is None:  # metadata, which is not rebuilt
-        tree.plain[path] = value.value if isinstance(value, Constant) else value
+        tree.plain[path] = value
     else:
         tree.branches[path] = Branch(value, kind, tuple(children))
         lists_are_plain = kind == "dataclass" or (lists_are_plain and kind != "tensordict")
@@ -131,6 +131,8 @@ def _open(value: Any, path: Path, lists_are_plain: bool, tree: Tree[Any]) -> Non
             child, at = children[key], (*path, key)
             if is_moved(child) or isinstance(child, RowObjects):
                 tree.leaves[at] = child
+            elif isinstance(child, Constant):
+                tree.plain[at] = child.value
             elif (lists_are_plain or type(child) is not list) and holds_scalars(child):  # a fast path for most metadata
                 tree.plain[at] = child
             else:

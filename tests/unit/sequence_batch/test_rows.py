@@ -137,15 +137,17 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
         assert torch.equal(result.values(), values) and result.shape[:2] == (2, 2)
 
 
-def test_objects_of_a_tensordict_that_hold_tensors_stay_with_their_rows():
-    """As verl's multi_modal_inputs; also if a tensor has as many entries as the batch has rows."""
-    batch = TensorDict({"row": torch.arange(3)}, 3)
+def test_objects_of_a_tensordict_that_hold_tensors_are_not_opened():
+    """As verl's multi_modal_inputs and indices; also if a tensor has as many entries as the batch has rows."""
+    batch, whole = TensorDict({"row": torch.arange(3)}, 3), {"table": torch.arange(3), "indices": torch.arange(3)}
+    batch["whole"], batch["indices"] = NonTensorData(whole), NonTensorData(whole["indices"])
     batch["images"] = NonTensorStack(*(NonTensorData({"pixels": torch.full((3, 2), row)}) for row in range(3)))
     for rows in ([2, 0, 1], [1]):
         for result in (select_rows(batch, rows), concat_rows([select_rows(batch, [row]) for row in rows])):
             found = result.get("images").tolist()
             assert result["row"].tolist() == rows == [int(each["pixels"][0, 0]) for each in found]
             assert all(each["pixels"].shape == (3, 2) for each in found)
+            assert result["whole"] is whole and result["indices"] is whole["indices"]
 
 
 def test_nested_tensors_of_equal_lengths_can_still_be_combined():
