@@ -224,7 +224,8 @@ def _read(folder: Path, patience: float) -> list[dict[str, np.ndarray]]:
         unknown = sum(int(rank["unknown"]) for rank in ranks)
         raise ValueError(
             f"{unknown} steps were trained, and the row lengths of none are known; the pipeline must read batches with "
-            "KeyedJaggedTensors on the host: let the pipeline copy them to the device"
+            "KeyedJaggedTensors on the host, a row per sample for every key: let the pipeline copy them to the device, "
+            "and use no variable batch per key"
             if unknown
             else "the script trained no step with one of TorchRec's pipelines in this process; if it starts its ranks "
             "itself, let torchrun start them; if it has its own training loop, pass the rows' lengths to evenrank "

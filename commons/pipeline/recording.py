@@ -51,7 +51,7 @@ class Recorder:
         lengths: for each step, the tokens of its rows, int64 `(rows,)`.
         seconds: for each step, the seconds since the end of the previous step; NaN for the first step of an epoch.
         balanced: number of steps in which evenrank's shuffler moved rows.
-        unknown: number of steps without lengths, because their batches were on a device or have no jagged tensor.
+        unknown: number of steps without lengths, see `_lengths_of`.
         has_begun: whether a step was trained.
 
     Args:
@@ -185,17 +185,18 @@ class Recorder:
 def _lengths_of(batch: Any) -> np.ndarray | None:
     """Tokens of the real rows of a batch on the host, int64 `(rows,)`: the lengths of all keys except labels.
 
-    None if lengths are on a device, or if there is no jagged tensor or several with different numbers of rows.
+    None if lengths are on a device, or if there is no jagged tensor, one with inverse indices, or several that differ
+    in their numbers of rows.
     """
     if isinstance(batch, ShufflingBatch):  # its handle has the same rows again
         batch = batch.batch
     total: torch.Tensor | None = None
     for value in _jagged_tensors(batch, set()):
-        lengths = value.lengths()
-        if lengths.device.type != "cpu":
+        lengths, keyed = value.lengths(), isinstance(value, KeyedJaggedTensor)
+        # With inverse indices, rows are not those of the batch, even if they are equally many.
+        if lengths.device.type != "cpu" or (keyed and value.inverse_indices_or_none() is not None):
             return None
         try:
-            keyed = isinstance(value, KeyedJaggedTensor)
             rows = lengths.view(len(value.keys()), value.stride()).sum(0) if keyed else lengths
         except (RuntimeError, ValueError):  # different numbers of rows
             return None

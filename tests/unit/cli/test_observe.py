@@ -208,6 +208,12 @@ def test_lengths_of_any_batch():
     assert _lengths_of(nobody).tolist() == []
     assert _lengths_of(SimpleNamespace(features=kjt, actual_batch_size=2)).tolist() == [4, 3]  # the third is padding
     assert _lengths_of(torch.ones(3)) is None and _lengths_of(kjt.to("meta")) is None
+    inverse = (["a", "b"], torch.tensor([[0, 1, 0], [0, 1, 2]]))  # two rows of "a" and four of "b", for three samples
+    lengths, strides = torch.tensor([1, 2, 3, 1, 2, 1]), [[2], [4]]
+    kjt = KeyedJaggedTensor(
+        ["a", "b"], torch.arange(10), lengths=lengths, stride_per_key_per_rank=strides, inverse_indices=inverse
+    )
+    assert _lengths_of(kjt) is None
 
 
 def test_a_batch_may_contain_an_object_that_refers_to_it():
