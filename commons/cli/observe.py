@@ -192,7 +192,7 @@ def _report(options: Observe, patience: float) -> int:
         )
         # All steps, though batches may be smaller than the mean, and a rank have no row in some.
         comparison = compare(source, rows.num_ranks, rows.num_steps, options.window)
-        notes = [note] if cost is None else [note, _lost(rows, seconds, cost)]
+        notes = [note] if cost is None else [note, _lost(rows, cost)]
         if rows.num_steps >= _MOST_STEPS:
             notes.append(f"Only the first {_MOST_STEPS:,} steps of a run are recorded.")
         varied = [rank for rank in ranks if len(np.unique(rank["lengths"])) >= 8]  # others may be equal by chance
@@ -277,13 +277,14 @@ def step_cost(rows: LoadedRows, seconds: np.ndarray) -> tuple[StepCost | None, s
     return StepCost(per_load, max(0.0, fit.fixed_ms)), note
 
 
-def _lost(rows: LoadedRows, seconds: np.ndarray, cost: StepCost) -> str:
+def _lost(rows: LoadedRows, cost: StepCost) -> str:
     """The time that steps lost to uneven ranks, with the worst steps."""
     loads = rows.as_loaded.loads
     lost = cost.per_load * (loads.max(axis=1) - loads.mean(axis=1))
     worst = np.argsort(-lost)[:3].tolist()
     steps = ", ".join(f"step {step} {lost[step]:.1f} ms (rank {int(loads[step].argmax())})" for step in worst)
+    mean = cost.per_step + cost.per_load * float(loads.max(axis=1).mean())  # like the lost time, and that of the table
     return (
-        f"Uneven ranks cost {lost.mean():.1f} ms of a step of {np.nanmedian(seconds) * 1e3:.1f} ms; 99th percentile "
+        f"Uneven ranks cost {lost.mean():.1f} ms of a mean step of {mean:.1f} ms; 99th percentile "
         f"{np.quantile(lost, 0.99):.1f} ms; most: {steps}."
     )
