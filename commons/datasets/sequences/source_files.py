@@ -24,7 +24,7 @@ def find_parquet(source: Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: a file of a Delta, Iceberg or Hudi table, which keeps files whose rows were removed or rewritten.
+        ValueError: as `require_no_table`.
     """
     if not source.exists():
         raise FileNotFoundError(
@@ -36,6 +36,12 @@ def find_parquet(source: Path) -> list[Path]:
         files = sorted(ds.dataset(source, pa.schema([]), "parquet").files)
     if not files:
         raise FileNotFoundError(f"{source} has no parquet file; the source needs at least one: correct it")
+    require_no_table(files)
+    return each_once(map(Path, files))
+
+
+def require_no_table(files: Iterable[str | Path]) -> None:
+    """Raise ValueError for a file of a Delta, Iceberg or Hudi table, which keeps removed and rewritten rows."""
     for folder in sorted({folder for file in files for folder in Path(os.path.realpath(file)).parents}):
         for name, log in _TABLES.items():
             if any(folder.glob(log)):
@@ -44,7 +50,6 @@ def find_parquet(source: Path) -> list[Path]:
                     "write the table's rows to another folder as parquet files, with the program that writes the table "
                     "(in Spark, spark.table(…).write.parquet(…)), and give that folder"
                 )
-    return each_once(map(Path, files))
 
 
 def each_once(files: Iterable[Path]) -> list[Path]:

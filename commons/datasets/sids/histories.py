@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from commons.console import reason_of
 from commons.datasets.sequences.file import SequenceFile, SequenceSchema
+from commons.datasets.sequences.source_files import require_no_table
 
 DEFAULT_HISTORY_COLUMN = "item_id"
 SPLIT_COLUMN = "split"
@@ -107,7 +108,8 @@ class ParquetHistories:
     Raises:
         FileNotFoundError: no file.
         IsADirectoryError: a folder.
-        ValueError: no parquet file, or a column that is missing, of another type, with nulls or with unknown splits.
+        ValueError: no parquet file, one of a Delta, Iceberg or Hudi table, or a column that is missing, of another
+            type, with nulls or with unknown splits.
 
     """
 
@@ -162,6 +164,7 @@ def _read(path: Path, column: str) -> pa.Table:
         )
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; it must be a file of item-id histories: correct the path")
+    require_no_table([path])
     try:
         names = pq.read_schema(path).names
         wanted = [name for name in (column, SPLIT_COLUMN) if name in names]

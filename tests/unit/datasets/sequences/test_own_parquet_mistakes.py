@@ -12,6 +12,7 @@ import pytest
 
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import EventFiles, preprocess_parquet
+from commons.datasets.sids.histories import ParquetHistories
 from tests.helpers.datasets.own_events import COLUMNS, EVENTS, write
 
 
@@ -177,6 +178,8 @@ def test_files_of_a_table_are_not_its_rows(tmp_path, name, log):
     (tmp_path / "link").symlink_to(table / "data")
     for source in (file, table / "data", table, table.parent, tmp_path / "link"):
         assert f"{table} is a table of {name}, and its files also have rows" in error_of(source)
+    with pytest.raises(ValueError, match=f"is a table of {name}"):
+        ParquetHistories(file, "iid", "train")
     (table / log).rename(tmp_path / "log")
     (table / log).parent.rmdir()
     preprocess_parquet(COLUMNS, table, tmp_path / "data")
