@@ -203,7 +203,7 @@ class TrainingLoop:
     def _train(self, start: Place) -> int:
         """Train until the last step or epoch, or until the run is stopped; returns the number of epochs begun."""
         first = self._progress
-        epochs = first.epoch + (first.step > 0)
+        epochs = first.epoch + (first.rows_in_epoch + first.window_steps > 0)
         for epoch in itertools.count(first.epoch):
             if self._is_done() or (self._num_epochs is not None and epoch >= self._num_epochs):
                 break

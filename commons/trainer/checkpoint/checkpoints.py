@@ -275,8 +275,9 @@ class Checkpointer:
             )
         other_order = next(_differences(state["order"], self._order), None)
         rows, window_steps = state["progress"]["rows_in_epoch"], state["progress"]["window_steps"]
-        has_ended = rows == state["order"].get("num_rows") == self._order.get("num_rows")
-        if other_order and not has_ended and (rows or window_steps):
+        if other_order and rows == state["order"].get("num_rows"):  # its epoch has ended, whatever rows there are now
+            state["progress"] |= {"epoch": state["progress"]["epoch"] + 1, "rows_in_epoch": 0}
+        elif other_order and (rows or window_steps):
             logger.warning(
                 "%s is within an epoch that was read with %s = %r, this run has %r; in the rest of that epoch some "
                 "rows are trained a second time and others not at all",

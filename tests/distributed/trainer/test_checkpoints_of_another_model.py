@@ -33,13 +33,14 @@ def checkpointer(model, folder, order=(), **changes):
 
 @on_two_ranks
 def test_another_order_matters_only_within_an_epoch(tmp_path):
-    """The last checkpoint of most runs is at the end of an epoch: no row of it is left."""
-    for rows, num_rows, warns in ((5, 9, True), (9, 9, False), (9, 11, True)):
+    """The last checkpoint of most runs is at the end of an epoch: no row of it is left, also if users were added."""
+    for rows, num_rows, warns in ((5, 9, True), (9, 9, False), (9, 11, False), (9, 7, False)):
         folder = tmp_path / f"{rows} {num_rows}"
         saved = checkpointer(torch.nn.Linear(4, 2), folder, {"num_rows": 9, "seed": 1})
         saved.save(TrainProgress(1, rows_in_epoch=rows))
         with logged() as messages:
-            checkpointer(torch.nn.Linear(4, 2), folder, {"num_rows": num_rows, "seed": 2}).resume()
+            found, _ = checkpointer(torch.nn.Linear(4, 2), folder, {"num_rows": num_rows, "seed": 2}).resume()
+        assert (found.epoch, found.rows_in_epoch) == ((0, 5) if warns else (1, 0))
         assert any("is within an epoch" in each for each in messages) == (warns and dist.get_rank() == 0), messages
 
 
