@@ -244,7 +244,10 @@ class RowCosts:
             raise KeyError(f"{method} reads {missing!r}; the batch's keys are {keys}: correct {method}") from error
         if values is None:
             raise TypeError(f"{method} returned None; it returns an integer per row, padding included: return a tensor")
-        return values
+        # Copied, because a method may return the same memory for the next batch before the worker has packed this one.
+        if isinstance(values, torch.Tensor):
+            return values if values.is_cuda else values.clone()
+        return values.copy() if isinstance(values, np.ndarray) else values
 
     def _refused(self, error: Exception) -> ValueError:
         return ValueError(f"calibration {self._file!r}: {error}")

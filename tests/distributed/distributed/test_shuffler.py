@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +119,25 @@ def test_workloads_may_be_in_bfloat16_and_have_a_graph():
     with closing(LearnedShuffler()) as shuffler:
         result, workloads = shuffler.shuffle(batch, return_workloads=True)
         assert workloads.tolist() == shuffler.get_workloads(result).tolist()
+
+
+class BufferShuffler(SquareShuffler):
+    def get_workloads(self, batch: Any) -> torch.Tensor:
+        self.buffer[:] = super().get_workloads(batch)
+        return self.buffer
+
+
+@pytest.mark.parametrize("buffer", [torch.zeros(16, dtype=torch.int64), np.zeros(16, dtype=np.int64)])
+@on_two_ranks
+def test_costs_may_be_returned_in_the_same_memory_for_every_batch(buffer):
+    batches = [my_batch(seed, [16] * 4) for seed in range(3)]
+    with closing(BufferShuffler()) as shuffler:
+        shuffler.buffer = buffer
+        handles = [shuffler.start_shuffle(batch) for batch in batches]
+        for batch, handle in zip(batches, handles):
+            result = shuffler.finish_shuffle(batch, handle)
+            load = handle.stats.loads_after[dist.get_rank()]
+            assert load == int(SquareShuffler.get_workloads(shuffler, result).sum())
 
 
 @pytest.mark.parametrize("mode, most", [("balance", 2), ("observe", 1)])
