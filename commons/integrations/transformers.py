@@ -72,7 +72,7 @@ def balanced(
     window = as_count(window, "window", 1)
     trainer.get_train_dataloader = partial(_loader, trainer, lengths, cost, padded, window)
     trainer.remove_callback(_TrainedRows)
-    trainer.add_callback(_TrainedRows)
+    trainer.callback_handler.callbacks.insert(0, _TrainedRows())  # before those that save, as for SIGTERM
     return trainer
 
 

@@ -136,6 +136,29 @@ def test_a_run_of_other_micro_batches_resumes_without_losing_rows_or_is_refused(
     assert len(rows) == 72 and set(rows.values()) == {1}  # the epoch again, up to the Trainer's number of steps
 
 
+def test_a_checkpoint_that_a_callback_saves_at_the_end_of_a_step_can_be_resumed(trainers, tmp_path):
+    """As the Trainer's own callback for SIGTERM does (enable_jit_checkpoint=True)."""
+    from transformers import TrainerCallback
+
+    class Saving(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    def train(resume=None):
+        nonlocal trainer
+        options = {"num_train_epochs": 1, "per_device_train_batch_size": 9, "save_strategy": "no"}
+        trainer = trainers.make_trainer(tmp_path, trainers.Recorder, **options)
+        trainer.add_callback(Saving)
+        trainer.seen = []
+        trainers.balanced(trainer).train(resume_from_checkpoint=resume)
+        return trainer.seen
+
+    trainer = None
+    whole = train()
+    for step in (1, 4):
+        assert train(str(tmp_path / f"checkpoint-{step}")) == whole[step:]
+
+
 def test_a_batch_size_that_does_not_fit_is_halved(trainers, tmp_path):
     class Full(trainers.Recorder):
         def training_step(self, model, inputs, *args, **kwargs):
