@@ -262,6 +262,9 @@ def test_a_model_that_takes_the_count_of_items_and_does_not_use_it_is_refused(tr
         trainers.balanced(trainer).get_train_dataloader()
     trainers.balanced(trainer, padded=False).get_train_dataloader()
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+    with pytest.raises(ValueError, match="<lambda> of Trainer does not use num_items_in_batch; micro-batches"):
+        trainers.balanced(trainer).get_train_dataloader()
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.loss / num_items_in_batch
     trainers.balanced(trainer).get_train_dataloader()
 
 
