@@ -122,8 +122,8 @@ class KeyedJaggedField(JaggedField):
     def count(self, value: KeyedJaggedTensor) -> int:
         if value.variable_stride_per_key():
             raise ValueError(
-                f"field {self.name!r} has a variable batch per key (strides {value.stride_per_key()}); all keys must "
-                "have the same number of rows: build the KeyedJaggedTensor without stride_per_key_per_rank"
+                f"field {self.name!r} has a variable batch per key (strides {value.stride_per_key()}); every key must "
+                "have one row per sample: expand its rows, and leave out stride_per_key_per_rank and inverse_indices"
             )
         if value.inverse_indices_or_none() is not None:
             raise ValueError(

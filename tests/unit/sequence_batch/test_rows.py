@@ -245,7 +245,7 @@ def variable_batch_per_key():
         (lambda: {"a": np.array(1)}, ValueError, "field 'a' is a 0-dimensional array"),
         (lambda: {"a": torch.eye(3).to_sparse()}, ValueError, "field 'a' is a tensor of layout torch.sparse_coo;"),
         (lambda: torch.nested.nested_tensor([torch.zeros(2)]), ValueError, "'the batch itself' is a nested tensor"),
-        (lambda: {"k": variable_batch_per_key()}, ValueError, "field 'k' has a variable batch per key"),
+        (lambda: {"k": variable_batch_per_key()}, ValueError, "must have one row per sample: expand its rows"),
         (lambda: {"a": "x", "b": (1, 2)}, ValueError, "the batch is a dict without rows; .* add one"),
         (lambda: None, ValueError, "the batch is a NoneType without rows"),
         (lambda: TensorDict({"x": torch.zeros(3)}, batch_size=[]), ValueError, r"TensorDict of batch_size \[\]; rows"),
