@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import (
     EvalPipelineSparseDist,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -25,10 +20,9 @@ from commons.distributed.engine.shuffle_handle import ShuffleHandle
 from commons.distributed.exchange.row_exchange import RowExchange
 from commons.distributed.options import ShufflerOptions
 from commons.pipeline import balanced, balanced_iter
-from commons.pipeline.look_ahead import LookAhead
-from tests.helpers.batches.random_batches import rows_as_values
 from tests.helpers.models import torchrec_model as models
 from tests.helpers.models.torchrec_model import SampleBatch, head_of
+from tests.helpers.pipelines.named_batches import ROWS, Injected, ids_of, is_torn, named_batch, own_batches
 from tests.helpers.pipelines.shuffled_pipelines import (
     PIPELINES,
     CubicShuffler,
@@ -38,7 +32,7 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     steps_of,
 )
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import of_all, on, on_two_ranks
+from tests.helpers.ranks.on_ranks import of_all, on_two_ranks
 
 # One of each way to schedule batches, and the evaluation with a loading thread.
 SCHEDULES = [
@@ -47,37 +41,6 @@ SCHEDULES = [
 ]
 # In `make test`: on the main thread, ahead, further ahead, and on a thread.
 FIRST = ["base", "sparse", "semi-sync, before it starts", "copies on a thread", "eval"]
-ROWS = 4
-
-
-class Injected(Exception):
-    """An error of a test."""
-
-
-def named_batch(rank: int, step: int) -> SampleBatch:
-    """Rows that depend on their ids alone; rank 0 has the long ones, so that rows move."""
-    return as_loaded([1 + rank * 100_000 + step * 100 + row for row in range(ROWS)])
-
-
-def as_loaded(ids: list[int]) -> SampleBatch:
-    return models.make_batch(ids, len(ids), longest=3 if max(ids) > 100_000 else 40)
-
-
-def is_torn(batch: SampleBatch) -> bool:
-    """Whether a row is not what its id says."""
-    ids = batch.sample_id[: batch.actual_batch_size].tolist()
-    return rows_as_values(batch) != [row for sample in ids for row in rows_as_values(as_loaded([sample]))]
-
-
-def ids_of(*batches: tuple[int, int]) -> list[int]:
-    """The ids of batches, by rank and step."""
-    return sorted(int(sample) for rank, step in batches for sample in named_batch(rank, step).sample_id)
-
-
-def own_batches(steps: int, first: int = 0, fails_at: int | None = None) -> Source:
-    """Batches of this rank."""
-    batches = (named_batch(dist.get_rank(), step) for step in range(first, first + steps))
-    return Source(batches, fails_at, Injected("in the loader"))
 
 
 class FailingShuffler(CubicShuffler):
@@ -331,92 +294,4 @@ def test_a_staged_pipeline_is_made_anew_after_an_error():
     rows = of_all(seen)
     # The good batch of rank 0 in the step of the error comes again.
     assert len(rows) == len(set(rows)) and set(ids_of((0, 3), (0, 20), (0, 21), (1, 20), (1, 21))) <= set(rows)
-    shuffler.close()
-
-
-@on_two_ranks
-def test_the_error_of_a_replaced_iterator_ends_the_one_that_replaced_it():
-    """The replaced one had read the failing batch ahead; the good batch of that step comes again."""
-    with contextlib.closing(CubicShuffler(ShufflerOptions(mode="observe", timeout=30.0))) as shuffler:
-        first = LookAhead(own_batches(3, fails_at=1 if dist.get_rank() == 1 else None), shuffler)
-        firsts = [next(first).sample_id]
-        second = LookAhead(own_batches(2, first=20), shuffler, previous=first)
-        assert next(second, None) is None and second.ended
-        assert str(second.take_error()) == "rank 1: Injected: in the loader" and second.take_error() is None
-        rest = LookAhead(own_batches(2, first=40), shuffler, previous=second)
-        rows = of_all(itertools.chain(*firsts, *(batch.sample_id for batch in rest)))
-    assert sorted(map(int, rows)) == ids_of((0, 0), (1, 0), (0, 1), (0, 40), (0, 41), (1, 40), (1, 41))
-
-
-@on_two_ranks
-def test_a_staged_iterator_that_was_replaced_says_so():
-    """A training goes on after an evaluation with the same shuffler, which has taken over its data."""
-    with contextlib.closing(CubicShuffler(ShufflerOptions(timeout=30.0))) as shuffler:
-        training, source = staged_pipeline(shuffler), balanced_iter(own_batches(9), shuffler)
-        training.progress(source)
-        evaluation, others = staged_pipeline(shuffler), balanced_iter(own_batches(2, first=20), shuffler)
-        while evaluation.progress(others) is not None:
-            pass
-        said = error_of(lambda: [training.progress(source) for _ in range(9)])
-        balanced_iter(own_batches(2, first=40), shuffler)
-        assert next(others, None) is None  # which had ended before
-    assert said.startswith("ValueError: this iterator was replaced by a later balanced_iter of the same shuffler")
-
-
-@on("two_ranks", timeout=60)
-def test_a_shuffler_does_not_serve_a_loading_thread_beside_another_pipeline():
-    """A training pipeline in the middle of its data, and an evaluation that reads on a thread; a third has ended."""
-    model, optimizer = models.build_sharded()
-    shuffler = CubicShuffler(ShufflerOptions(timeout=20.0))
-    device = torch.device("cpu")
-    trainer = balanced(TrainPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
-    evaluator = balanced(EvalPipelineSparseDist)(model, optimizer, device, batch_shuffler=shuffler)
-    staged, source = staged_pipeline(shuffler), balanced_iter(own_batches(1, first=60), shuffler)
-    while staged.progress(source) is not None:
-        pass
-    training = own_batches(6)
-    trainer.progress(training)
-    said = "ValueError: .* already drives a BalancedTrainPipelineSparseDist whose data has not ended"
-    assert re.match(said, error_of(evaluator.progress, own_batches(3, first=20)))
-    list(steps_of(trainer, training))  # the training is not disturbed
-    trainer.detach()
-    model.eval()
-    evaluation = own_batches(5, first=20)
-    evaluator.progress(evaluation)
-    model.train()
-    other = balanced(TrainPipelineBase)(model, optimizer, device, batch_shuffler=shuffler)
-    iterator = own_batches(1, first=40)
-    for text in (error_of(other.progress, iterator), error_of(balanced_iter, iterator, shuffler)):
-        assert re.match("ValueError: .* already drives a BalancedEvalPipelineSparseDist", text)
-    evaluator.reset()
-    evaluator.detach()
-    other.progress(iterator)
-    shuffler.close()
-
-
-@dataclasses.dataclass
-class _Comparable(CubicShuffler):
-    """A user's shuffler as a dataclass, which compares by value and so has no hash."""
-
-    name: str = ""
-
-    def __post_init__(self):
-        super().__init__(ShufflerOptions(timeout=20.0))
-
-
-@pytest.mark.parametrize("first, second", list(itertools.permutations([TrainPipelineBase, EvalPipelineSparseDist])))
-@on("two_ranks", timeout=60)
-def test_what_a_dropped_pipeline_leaves_behind_is_the_same_on_every_rank(first, second):
-    """It is left half way; rank 0 happens to hold on to it."""
-    model, optimizer = models.build_sharded()
-    shuffler, device = _Comparable(), torch.device("cpu")
-    kept = [balanced(first)(model, optimizer, device, batch_shuffler=shuffler)]
-    model.train(first is not EvalPipelineSparseDist)
-    kept[0].progress(own_batches(4))
-    if dist.get_rank() == 1:
-        kept.clear()
-        gc.collect()
-    following = balanced(second)(model, optimizer, device, batch_shuffler=shuffler)
-    said = f"ValueError: .* already drives a Balanced{first.__name__} whose data has not ended"
-    assert re.match(said, error_of(following.progress, own_batches(2, first=20)))
     shuffler.close()
