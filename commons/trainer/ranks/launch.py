@@ -18,6 +18,8 @@ from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 
 DeviceType = Literal["auto", "cpu", "cuda"]
+# Stores of the groups that this process has made: another run in it uses the same host, and finds no ended addresses.
+_STORES: list[dist.Store] = []
 
 
 def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None = None) -> torch.device:
@@ -69,7 +71,8 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         timeout = dist.distributed_c10d._get_default_timeout(backend)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # torchrun's store may outlast attempts, with the addresses of ended ranks.
-        store = dist.PrefixStore(f"default_pg/{attempt_of_store(store)}", store)
+        store = dist.PrefixStore(f"default_pg/{attempt_of_store(store)}/{len(_STORES)}", store)
+        _STORES.append(store)
         store.set_timeout(timeout)
         _require_device_of_rank_0(device, device_type, rank, store)
         if device.type == "cpu":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import threading
+import time
 from dataclasses import asdict
 
 import pytest
@@ -14,12 +16,13 @@ import torch.distributed as dist
 import hstu.train
 import sid_gr.train
 from commons.trainer.config.load import load_config, load_config_file
+from commons.trainer.ranks.collectives import limit_collectives
 from commons.trainer.ranks.launch import initialize_ranks
 from commons.trainer.ranks.rank_info import RankInfo
 from tests.helpers.jobs.training_configs import TINY
 from tests.helpers.models.sid_models import model_parallel
 from tests.helpers.ranks.faults import error_of
-from tests.helpers.ranks.on_ranks import on_two_ranks
+from tests.helpers.ranks.on_ranks import on, on_two_ranks
 
 
 def settings(run_dir, *flags):
@@ -65,6 +68,24 @@ def test_parallel_groups_end_with_their_run_and_others_are_kept(tmp_path):
     with model_parallel():
         said = "ValueError: tensor_model_parallel_size is 2, megatron-core's groups exist already, with 1 ranks"
         assert error_of(sid_gr.train.train, config).startswith(said)
+
+
+@on("own_two_ranks", timeout=100)
+def test_a_process_makes_one_group_after_another_at_the_same_address():
+    """As a script that trains twice; rank 0, which hosts the store, is the last to leave the first one."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = torch.tensor(probe.getsockname()[1])
+    dist.broadcast(port, src=0)
+    rank = dist.get_rank()
+    for number in range(3):
+        dist.destroy_process_group()
+        initialize_ranks("cpu", ranks=RankInfo(rank, 2, rank, 2, f"localhost:{port}"))
+        limit_collectives(10.0)
+        found = torch.tensor([rank, number])
+        dist.all_reduce(found)
+        assert found.tolist() == [1, 2 * number]
+        time.sleep(0.5 * (rank == 0))
 
 
 @pytest.mark.parametrize(
