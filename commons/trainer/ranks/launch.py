@@ -18,7 +18,7 @@ from commons.trainer.ranks.cuda_check import device_problem, driver_problem
 from commons.trainer.ranks.rank_info import RankInfo
 
 DeviceType = Literal["auto", "cpu", "cuda"]
-# Stores of the groups that this process has made: another run in it uses the same host, and finds no ended addresses.
+# Stores of the groups that this process has made: the host of the first one, and its count of ranks, stay for the next.
 _STORES: list[dist.Store] = []
 
 
@@ -70,9 +70,11 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         backend = dist.Backend("gloo" if device.type == "cpu" else "nccl")
         timeout = dist.distributed_c10d._get_default_timeout(backend)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's store may outlast attempts, with the addresses of ended ranks.
-        store = dist.PrefixStore(f"default_pg/{attempt_of_store(store)}/{len(_STORES)}", store)
         _STORES.append(store)
+        # A store may outlast attempts of torchrun, and a process's earlier groups, with the addresses of ended ranks.
+        prefix = f"default_pg/{attempt_of_store(store)}/{world_size}"
+        number = (store.add(f"{prefix}/ranks", 1) - 1) // world_size
+        store = dist.PrefixStore(f"{prefix}/{number}", store)
         store.set_timeout(timeout)
         _require_device_of_rank_0(device, device_type, rank, store)
         if device.type == "cpu":
