@@ -317,10 +317,13 @@ def _as_array(workloads: Any) -> Any:
 
 
 def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
-    """Copy tensors on CUDA to pinned memory; returns the values, and the event after which the copies are complete."""
+    """Copy tensors, from CUDA to pinned memory; returns the values, and the event after which the copies are complete.
+
+    Those on the host are copied too: numpy() forbids to resize a storage, as TorchRec does to free features early.
+    """
     device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
     if device is None:
-        return values, None
+        return [value.clone() if isinstance(value, torch.Tensor) else value for value in values], None
     host = [
         torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
         if isinstance(value, torch.Tensor)

@@ -223,3 +223,10 @@ def test_a_class_that_is_defined_anew_has_its_own_host_fields() -> None:
             assert workloads.tolist() == shuffler.get_workloads(batch).tolist()
             with pytest.raises(ValueError, match="AnewBatch, host field 'sample_id'; type, structure"):
                 shuffler.shuffle(_batch_with(("sample_id",)))
+
+
+def test_a_batch_that_stays_can_be_freed_early() -> None:
+    """TorchRec resizes the storages of a batch's features to nothing (`free_features_storage_early`)."""
+    with closing(SquareShuffler()) as shuffler:
+        features = shuffler.shuffle(random_batch(1, 4)).features
+    assert features.values().untyped_storage().resizable() and features.lengths().untyped_storage().resizable()
