@@ -190,14 +190,15 @@ def _is_shuffled(trainer: Trainer, stock: DataLoader) -> bool:
 def _require_counted_loss(trainer: Trainer) -> None:
     """Raise ValueError if the loss would weigh micro-batches of different numbers of rows equally."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    loss = trainer.compute_loss_func or _method_of(trainer, "compute_loss")
+    own_loss, method = trainer.compute_loss_func, _method_of(trainer, "compute_loss")
+    unused = [each.__name__ for each in (own_loss, method) if each is not None and _uses_of_count(each) == (0, 0)]
     what, where = "the model takes no num_items_in_batch", "compute_loss_func"
     smoother = trainer.label_smoother
     if counts and trainer.compute_loss_func is None and smoother is not None:
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
             counts, what = False, "the loss of label_smoothing_factor is a mean over a micro-batch"
-    elif counts and loss is Trainer.compute_loss:
-        model = trainer.accelerator.unwrap_model(trainer.model)
+    elif counts and own_loss is None and method is Trainer.compute_loss:
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # as the Trainer, with PEFT
         if trainer.label_names and "labels" not in trainer.label_names:
             counts, what = False, f"the labels are {', '.join(trainer.label_names)}, and the Trainer counts only labels"
@@ -207,9 +208,9 @@ def _require_counted_loss(trainer: Trainer) -> None:
     if scaled is False:  # as in TRL's DPOTrainer and RewardTrainer
         counts, what = False, "its loss is a mean over a micro-batch (loss_is_scaled_for_ga is False)"
         where = "a compute_loss of its own, with loss_is_scaled_for_ga = True"
-    elif counts and scaled is None and _uses_of_count(loss) == (0, 0):
-        counts, what = False, f"{loss.__name__} of {type(trainer).__name__} does not use num_items_in_batch"
-        where = f"{loss.__name__}; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
+    elif counts and scaled is None and unused:
+        counts, what = False, f"{unused[0]} of {type(trainer).__name__} does not use num_items_in_batch"
+        where = f"{unused[0]}; if it divides by a number of all ranks already, set loss_is_scaled_for_ga = True"
     if counts and trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
         counts, what, where = False, "average_tokens_across_devices is False", "average_tokens_across_devices=True"
     if not counts:

@@ -23,6 +23,7 @@ from torchrec.streamable import Pipelineable
 from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, ShuffleHandle
 from commons.distributed.channel.absence import RankMissingError
+from commons.distributed.engine.shuffle_handle import StuckWorkerError
 from commons.distributed.engine.window import require_iterator
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class LookAhead(Iterator[ShufflingBatch]):
         batch, handle = self._next
         try:
             handle.wait()
+        except StuckWorkerError:
+            raise
         except Exception as error:  # a signal handler's, on this rank only: torch's, if a loader's worker was killed
             self._error = error
         try:

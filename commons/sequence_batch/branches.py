@@ -6,6 +6,7 @@ messages contain (`BranchField`), which looks the class up by name.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -222,17 +223,17 @@ def is_equal(value: Any, other: Any) -> bool:
     """Whether two values are equal metadata; False if they cannot be compared."""
     if value is other:
         return True
-    try:
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            return value.dtype == other.dtype and torch.equal(value, other)
         # NaN counts as equal metadata, although it does not equal itself.
         if bool(value == other) or (value != value and other != other):
             return True
-        if type(value) is not type(other) or not isinstance(value, (list, tuple, dict)) or len(value) != len(other):
-            return False
-        if isinstance(value, dict):
-            return all(key in other and is_equal(held, other[key]) for key, held in value.items())
-        return all(map(is_equal, value, other))
-    except (TypeError, ValueError, RuntimeError):
+    if type(value) is not type(other) or not isinstance(value, (list, tuple, dict)) or len(value) != len(other):
         return False
+    if isinstance(value, dict):
+        return all(key in other and is_equal(held, other[key]) for key, held in value.items())
+    return all(map(is_equal, value, other))
 
 
 def _tensordict_children(value: Any) -> dict[Any, Any]:

@@ -118,7 +118,8 @@ class Epochs:
                 f"schedule_in is 'rows' and the sampler is {kind_of(self._sampler)}, which does not state the "
                 "rows of each step: use a sampler of commons.datasets.samplers, or set schedule_in to 'steps'"
             )
-        if self._args.ckpt_save_interval > 0 and not hasattr(self._sampler, "start_at"):
+        within = self._args.ckpt_save_interval > 0 and self._args.ckpt_save_interval % max(1, self.most_batches)
+        if within and not hasattr(self._sampler, "start_at"):
             logger.warning(
                 "no run can continue from a checkpoint within an epoch: %s has no start_at(row); use a sampler of "
                 "commons.datasets.samplers.epoch, or save at the ends of epochs",

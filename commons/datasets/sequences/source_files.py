@@ -16,7 +16,7 @@ from commons.datasets.sequences.event_store import sql_text
 # Suffixes of files that DuckDB can convert.
 _CONVERTIBLE = (".csv", ".tsv", ".json", ".jsonl")
 # What a table has in its folder: the log or metadata that say which of its files and rows count.
-_TABLES = {"Delta": "_delta_log", "Iceberg": "metadata/*.metadata.json", "Hudi": ".hoodie"}
+_TABLES = {"Delta": "_delta_log", "Iceberg": "metadata/[v0-9]*.metadata.json", "Hudi": ".hoodie"}
 
 
 def find_parquet(source: Path) -> list[Path]:

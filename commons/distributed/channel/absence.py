@@ -40,6 +40,9 @@ _STILL_SECONDS = 1.5
 # A rank is late if it waited less than this, and under half as long as the longest waiter.
 _LATE_SECONDS = 2 * POLL_SECONDS
 
+# Torch's signal handler raises a RuntimeError in any line of the main thread if a loader's worker was killed.
+_KILLED_WORKER = "DataLoader worker "
+
 # What a rank waits for: the handle of an asynchronous collective, or process groups.
 Awaited: TypeAlias = "dist.Work | MakingOfGroups"
 
@@ -277,7 +280,9 @@ class NamedCollectives:
                     else:
                         _wait_for_device(work)
                     return
-                except RuntimeError:
+                except RuntimeError as error:
+                    if str(error).startswith(_KILLED_WORKER):
+                        raise
                     failed = own_wait.has_failed_elsewhere()
                     if work.is_completed():  # has failed, or was completed after the wait
                         work.wait()
@@ -333,8 +338,7 @@ class NamedCollectives:
     def _failure_after(self, own_wait: CollectiveWait, error: BaseException) -> BaseException:
         """The error to raise in place of `error`, which ended this rank's wait in a collective."""
         self._intact = False  # also after KeyboardInterrupt: ranks are no longer at the same call
-        # If a loader's worker was killed, torch's signal handler raises a RuntimeError in any line of the main thread.
-        of_collective = isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker ")
+        of_collective = isinstance(error, RuntimeError) and not str(error).startswith(_KILLED_WORKER)
         if not of_collective and self._known_failure() is None:
             return error
         with self._failing:  # the error is that of the first thread, if several fail

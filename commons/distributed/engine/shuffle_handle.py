@@ -31,6 +31,10 @@ EXCHANGE = "exchange"  # name of the payload collective in messages
 _LOOK_SECONDS = 1.0
 
 
+class StuckWorkerError(RuntimeError):
+    """The worker has not planned a step in the time that the waits for other ranks may take."""
+
+
 @dataclass(eq=False)
 class PreparedShuffle:
     """The worker's result, for `finish_shuffle`."""
@@ -157,19 +161,20 @@ class ShuffleHandle:
         """Wait until the worker is done, for as long as it may take.
 
         Raises:
-            RuntimeError: this is a forked process, which has no worker; or the worker is stuck.
+            RuntimeError: this is a forked process, which has no worker.
+            StuckWorkerError: the worker needs longer than the waits for other ranks may take.
         """
         self.session.channel.require_own_process()
         started = time.perf_counter()
         try:
-            # Counts short waits instead of time: after a long stop of the process, its worker still has time to report.
-            for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
-                with span("wait"), contextlib.suppress(concurrent.futures.TimeoutError):
-                    self._future.exception(_LOOK_SECONDS)
-                    return
+            with span("wait"):
+                # Counts short waits, not time: after a long stop of the process, its worker still has time to report.
+                for _ in range(math.ceil(self.session.longest_wait / _LOOK_SECONDS)):
+                    if self._future.done() or concurrent.futures.wait([self._future], _LOOK_SECONDS).done:
+                        return
         finally:
             self.wait_ms += (time.perf_counter() - started) * 1e3
-        raise RuntimeError(
+        raise StuckWorkerError(
             f"step {self.step} is not planned after {self.session.longest_wait:.0f} s, longer than the wait for any "
             "rank; the worker thread is stuck: look at its stack (py-spy dump), and restart from a checkpoint"
         )

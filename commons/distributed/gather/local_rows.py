@@ -244,10 +244,7 @@ class RowCosts:
             raise KeyError(f"{method} reads {missing!r}; the batch's keys are {keys}: correct {method}") from error
         if values is None:
             raise TypeError(f"{method} returned None; it returns an integer per row, padding included: return a tensor")
-        # Copied, because a method may return the same memory for the next batch before the worker has packed this one.
-        if isinstance(values, torch.Tensor):
-            return values if values.is_cuda else values.clone()
-        return values.copy() if isinstance(values, np.ndarray) else values
+        return values
 
     def _refused(self, error: Exception) -> ValueError:
         return ValueError(f"calibration {self._file!r}: {error}")
@@ -317,19 +314,24 @@ def _as_array(workloads: Any) -> Any:
 
 
 def _on_host(values: list[Any]) -> tuple[list[Any], torch.Event | None]:
-    """Copy tensors, from CUDA to pinned memory; returns the values, and the event after which the copies are complete.
+    """Copy tensors and arrays, from CUDA to pinned memory; returns them, and the event after which they are complete.
 
-    Those on the host are copied too: numpy() forbids to resize a storage, as TorchRec does to free features early.
+    Those on the host are copied too: a method may return the same memory for the next batch before this one is packed,
+    and numpy() forbids to resize a storage, as TorchRec does to free features early.
     """
     device = next((value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda), None)
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and device is not None:
+            pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+            return pinned.copy_(value, non_blocking=True)
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    host = [copy(value) for value in values]
     if device is None:
-        return [value.clone() if isinstance(value, torch.Tensor) else value for value in values], None
-    host = [
-        torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in values
-    ]
+        return host, None
     # On the current stream of the tensors' device, which need not be the current device.
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(device))

@@ -71,11 +71,8 @@ def initialize_ranks(device_type: DeviceType = "auto", *, ranks: RankInfo | None
         timeout = dist.distributed_c10d._get_default_timeout(backend)
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         _STORES.append(store)
-        # A store may outlast attempts of torchrun, and a process's earlier groups, with the addresses of ended ranks.
-        prefix = f"default_pg/{attempt_of_store(store)}/{world_size}"
-        number = (store.add(f"{prefix}/ranks", 1) - 1) // world_size
-        store = dist.PrefixStore(f"{prefix}/{number}", store)
         store.set_timeout(timeout)
+        store = _join(store, f"default_pg/{attempt_of_store(store)}/{world_size}", world_size)
         _require_device_of_rank_0(device, device_type, rank, store)
         if device.type == "cpu":
             torch.set_num_threads(1)
@@ -110,6 +107,24 @@ def _program() -> str:
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     program = ["-m", spec.name] if spec is not None else [sys.argv[0]]
     return shlex.join([*program, *sys.argv[1:]])
+
+
+def _join(store: dist.Store, prefix: str, world_size: int) -> dist.Store:
+    """The part of a store for its next group over so many ranks, once all of them have come.
+
+    A store may outlast attempts of torchrun, and a process's earlier groups, with the addresses of ended ranks.
+    """
+    come = store.add(f"{prefix}/ranks", 1)
+    number = (come - 1) // world_size
+    of_group = dist.PrefixStore(f"{prefix}/{number}", store)
+    if come == (number + 1) * world_size:
+        of_group.set("complete", "")
+    try:
+        of_group.wait(["complete"])
+    except Exception:  # a rank that gives up does not count
+        store.add(f"{prefix}/ranks", -1)
+        raise
+    return of_group
 
 
 def _own_device(device_type: DeviceType, ranks: RankInfo) -> torch.device:

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from dataclasses import asdict
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -71,8 +73,8 @@ def test_parallel_groups_end_with_their_run_and_others_are_kept(tmp_path):
 
 
 @on("own_two_ranks", timeout=100)
-def test_a_process_makes_one_group_after_another_at_the_same_address():
-    """As a script that trains twice; rank 0, which hosts the store, is the last to leave the first one."""
+def test_a_process_makes_one_group_after_another_at_the_same_address(tmp_path):
+    """As a script that trains twice; rank 0, which hosts the store, is the last to leave, and once comes alone."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = torch.tensor(probe.getsockname()[1])
@@ -80,7 +82,15 @@ def test_a_process_makes_one_group_after_another_at_the_same_address():
     rank = dist.get_rank()
     for number in range(3):
         dist.destroy_process_group()
-        initialize_ranks("cpu", ranks=RankInfo(rank, 2, rank, 2, f"localhost:{port}"))
+        info, gave_up = RankInfo(rank, 2, rank, 2, f"localhost:{port}"), tmp_path / "gave up"
+        if number == 1 and rank == 0:
+            seconds = mock.patch.object(dist.distributed_c10d, "_get_default_timeout", lambda _: timedelta(seconds=1))
+            with seconds, pytest.raises(dist.DistStoreError, match="complete"):
+                initialize_ranks("cpu", ranks=info)
+            gave_up.touch()
+        while number == 1 and not gave_up.exists():
+            time.sleep(0.01)
+        initialize_ranks("cpu", ranks=info)
         limit_collectives(10.0)
         found = torch.tensor([rank, number])
         dist.all_reduce(found)

@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import signal
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import torch
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.distributed.engine import shuffle_session
 from commons.distributed.engine import worker as worker_module
+from commons.distributed.engine.shuffle_handle import ShuffleHandle, StuckWorkerError
 from commons.distributed.engine.worker import DaemonWorker
 from commons.distributed.options import ShufflerOptions
+from commons.pipeline.look_ahead import LookAhead
 from tests.helpers.batches.random_batches import random_batch
 from tests.helpers.jobs.programs import run_program
 
@@ -133,9 +137,30 @@ def test_a_shuffle_does_not_wait_for_ever_for_a_worker_that_is_stuck(monkeypatch
     handle = shuffler.start_shuffle(batch)
     with pytest.raises(RuntimeError, match="step 0 is not planned after 1 s, longer .* the worker thread is stuck"):
         shuffler.finish_shuffle(batch, handle)
+    waits = mock.patch.object(ShuffleHandle, "wait", autospec=True, side_effect=ShuffleHandle.wait)
+    with waits as called, pytest.raises(StuckWorkerError, match="^step 1 is not planned"):
+        next(LookAhead(iter([batch]), shuffler))
+    assert called.call_count == 1  # a caller of the pipeline waits once
     go_on.set()
     assert shuffler.engine._worker.drain(60)
     assert torch.equal(shuffler.finish_shuffle(batch, handle).sample_id, batch.sample_id)
+    shuffler.close()
+
+
+def test_a_timeout_error_of_a_signals_handler_ends_a_wait():
+    shuffler, go_on = IdentityBalancedBatchShuffler(), threading.Event()
+    shuffler.engine._worker.submit(lambda: go_on.wait(60))
+    handle = shuffler.start_shuffle(random_batch(0, 4))
+
+    def on_alarm(number, frame):
+        go_on.set()
+        raise TimeoutError("of the user")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(TimeoutError, match="of the user"):
+        handle.wait()
+    signal.signal(signal.SIGALRM, before)
     shuffler.close()
 
 

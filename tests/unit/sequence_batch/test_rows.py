@@ -5,6 +5,7 @@ Jagged tensors whose parts lie unusually are taken for what they are, or refused
 
 from __future__ import annotations
 
+import copy
 import types
 from collections import UserDict, defaultdict
 from dataclasses import dataclass
@@ -143,11 +144,16 @@ def test_objects_of_a_tensordict_that_hold_tensors_are_not_opened():
     batch["whole"], batch["indices"] = NonTensorData(whole), NonTensorData(whole["indices"])
     batch["images"] = NonTensorStack(*(NonTensorData({"pixels": torch.full((3, 2), row)}) for row in range(3)))
     for rows in ([2, 0, 1], [1]):
-        for result in (select_rows(batch, rows), concat_rows([select_rows(batch, [row]) for row in rows])):
+        chunks = [select_rows(copy.deepcopy(batch), [row]) for row in rows]
+        for result in (select_rows(batch, rows), concat_rows(chunks)):
             found = result.get("images").tolist()
             assert result["row"].tolist() == rows == [int(each["pixels"][0, 0]) for each in found]
             assert all(each["pixels"].shape == (3, 2) for each in found)
-            assert result["whole"] is whole and result["indices"] is whole["indices"]
+            assert torch.equal(result["indices"], whole["indices"]) and list(result["whole"]) == list(whole)
+            assert torch.equal(result["whole"]["table"], whole["table"])
+    chunks[0]["whole"] = NonTensorData({**whole, "table": torch.tensor([0, 1, 3])})
+    with pytest.raises(ValueError, match="differ at 'whole'"):
+        concat_rows([chunks[0], select_rows(batch, [0])])
 
 
 def test_nested_tensors_of_equal_lengths_can_still_be_combined():

@@ -279,6 +279,7 @@ def test_an_attempt_finds_no_address_of_the_attempt_before(monkeypatch):
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")  # of a build without CUDA
 def test_ranks_take_gpus_on_all_machines_or_on_none(monkeypatch, gpu, address):
     made = []
+    monkeypatch.setattr(launch, "_join", lambda store, *_: store)  # it would wait for the other rank
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
     first = RankInfo(rank=0, world_size=2, local_rank=0, local_world_size=1, address=address, gpu=0)
     second = replace(first, rank=1)
