@@ -266,7 +266,7 @@ def test_an_attempt_finds_no_address_of_the_attempt_before(monkeypatch):
     """Although both are in torchrun's store: with a static rendezvous on two hosts, no restart succeeded."""
     host, made = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append(options["store"]))
-    of_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": host.port, "RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}
+    of_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": host.port, "RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
     of_torchrun |= {"LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "job"}
     for attempt in 0, 1:
         for name, value in (of_torchrun | {"TORCHELASTIC_RESTART_COUNT": attempt}).items():
