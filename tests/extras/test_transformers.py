@@ -280,9 +280,9 @@ def test_a_forward_that_calls_its_parents_has_the_loss_of_that(trainers, tmp_pat
         trainers.balanced(trainers.make_trainer(tmp_path, model=model)).get_train_dataloader()
 
     load(trainers.make_model())
-    trainers.balanced(
-        trainers.make_trainer(tmp_path, model=torch.compile(trainers.make_model()))
-    ).get_train_dataloader()
+    compiled = trainers.make_trainer(tmp_path)
+    compiled.model = torch.compile(compiled.model)
+    trainers.balanced(compiled).get_train_dataloader()
     with pytest.raises(ValueError, match="the (loss of Calling is a mean|model takes no)"):
         load(small("LlamaForSequenceClassification"))
 
