@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass, field
@@ -359,3 +360,21 @@ def test_a_batch_size_below_zero_states_nothing():
         concat_rows([easyrec_batch([1, 2]), stated])
     assert select_rows(stated, [0]).batch_size == 1 and keyed([1]).values().shape == (1, 3)
     assert isinstance(learned(easyrec_batch([1], 2)).empty_batch(), PaddedEasyRecBatch)
+
+
+def test_objects_of_a_tensordict_that_hold_tensors_are_not_opened():
+    """As verl's multi_modal_inputs and indices; also if a tensor has as many entries as the batch has rows."""
+    batch, whole = TensorDict({"row": torch.arange(3)}, 3), {"table": torch.arange(3), "indices": torch.arange(3)}
+    batch["whole"], batch["indices"] = NonTensorData(whole), NonTensorData(whole["indices"])
+    batch["images"] = NonTensorStack(*(NonTensorData({"pixels": torch.full((3, 2), row)}) for row in range(3)))
+    for rows in ([2, 0, 1], [1]):
+        chunks = [select_rows(copy.deepcopy(batch), [row]) for row in rows]
+        for result in (select_rows(batch, rows), concat_rows(chunks)):
+            found = result.get("images").tolist()
+            assert result["row"].tolist() == rows == [int(each["pixels"][0, 0]) for each in found]
+            assert all(each["pixels"].shape == (3, 2) for each in found)
+            assert torch.equal(result["indices"], whole["indices"]) and list(result["whole"]) == list(whole)
+            assert torch.equal(result["whole"]["table"], whole["table"])
+    chunks[0]["whole"] = NonTensorData({**whole, "table": torch.tensor([0, 1, 3])})
+    with pytest.raises(ValueError, match="differ at 'whole'"):
+        concat_rows([chunks[0], select_rows(batch, [0])])

@@ -5,7 +5,6 @@ Jagged tensors whose parts lie unusually are taken for what they are, or refused
 
 from __future__ import annotations
 
-import copy
 import types
 from collections import UserDict, defaultdict
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
+from tensordict import NonTensorStack, TensorDict, lazy_stack, tensorclass
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -136,24 +135,6 @@ def test_a_nested_tensor_with_gaps_and_one_ragged_elsewhere():
     of_verl._ragged_idx = 2  # torch still has the shape (2, j1, 2)
     for result in (there_and_back(of_verl), concat_rows([select_rows(last, [0]), select_rows(of_verl, [1])])):
         assert torch.equal(result.values(), values) and result.shape[:2] == (2, 2)
-
-
-def test_objects_of_a_tensordict_that_hold_tensors_are_not_opened():
-    """As verl's multi_modal_inputs and indices; also if a tensor has as many entries as the batch has rows."""
-    batch, whole = TensorDict({"row": torch.arange(3)}, 3), {"table": torch.arange(3), "indices": torch.arange(3)}
-    batch["whole"], batch["indices"] = NonTensorData(whole), NonTensorData(whole["indices"])
-    batch["images"] = NonTensorStack(*(NonTensorData({"pixels": torch.full((3, 2), row)}) for row in range(3)))
-    for rows in ([2, 0, 1], [1]):
-        chunks = [select_rows(copy.deepcopy(batch), [row]) for row in rows]
-        for result in (select_rows(batch, rows), concat_rows(chunks)):
-            found = result.get("images").tolist()
-            assert result["row"].tolist() == rows == [int(each["pixels"][0, 0]) for each in found]
-            assert all(each["pixels"].shape == (3, 2) for each in found)
-            assert torch.equal(result["indices"], whole["indices"]) and list(result["whole"]) == list(whole)
-            assert torch.equal(result["whole"]["table"], whole["table"])
-    chunks[0]["whole"] = NonTensorData({**whole, "table": torch.tensor([0, 1, 3])})
-    with pytest.raises(ValueError, match="differ at 'whole'"):
-        concat_rows([chunks[0], select_rows(batch, [0])])
 
 
 def test_nested_tensors_of_equal_lengths_can_still_be_combined():
