@@ -70,7 +70,7 @@ def branch_kind(value_type: type) -> BranchKind | None:
 
 
 class RowObjects(list[Any]):
-    """The objects of a TensorDict's NonTensorStack, one per row: a leaf, whatever they hold."""
+    """The objects of a TensorDict's NonTensorStack, one per row: a leaf, also if they hold tensors."""
 
 
 def children_of(value: Any) -> tuple[BranchKind | None, dict[Any, Any]]:

@@ -275,7 +275,7 @@ class Checkpointer:
             )
         other_order = next(_differences(state["order"], self._order), None)
         rows, window_steps = state["progress"]["rows_in_epoch"], state["progress"]["window_steps"]
-        if other_order and rows == state["order"].get("num_rows"):  # its epoch has ended, whatever rows there are now
+        if other_order and rows == state["order"].get("num_rows"):  # its epoch has ended, also if users were added
             state["progress"] |= {"epoch": state["progress"]["epoch"] + 1, "rows_in_epoch": 0}
         elif other_order and (rows or window_steps):
             logger.warning(
