@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.context import ForkContext, ForkProcess
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -106,6 +108,26 @@ def keep_workers(loader: Any) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
         loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)
+        if (loader.multiprocessing_context or get_context()).get_start_method() == "fork":
+            loader.multiprocessing_context = _ForkWithoutSignal()
+
+
+class _ForkWorker(ForkProcess):
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _ForkWithoutSignal(ForkContext):
+    """Forks workers with SIGTERM blocked, so that threads that a library starts at the fork don't receive it either.
+
+    OpenTelemetry starts one. In such a thread torch's handler would end the worker.
+    """
+
+    Process = _ForkWorker
 
 
 class _KeepWorker:
@@ -115,8 +137,8 @@ class _KeepWorker:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked before `then` starts threads:
-        # the signal would reach one of them, where torch's handler ends the worker.
+        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked here for workers that were
+        # not forked, before `then` starts threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_on_signal_of_parent, name="evenrank-sigterm", daemon=True).start()
         if self._then is not None:

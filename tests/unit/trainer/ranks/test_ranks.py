@@ -55,12 +55,18 @@ def test_libraries_find_the_variables_that_torchrun_sets(monkeypatch):
 
 def make_file(worker):
     Path(f"worker{worker}").touch()
-    # A signal to the process reaches any thread that does not block it.
+    start_thread()
+
+
+def start_thread():
+    """A signal to the process reaches any thread that does not block it."""
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 
 def test_workers_outlive_the_signal_of_others(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    is_over = threading.Event()
+    os.register_at_fork(after_in_child=lambda: is_over.is_set() or start_thread())  # as OpenTelemetry does
     loader = DataLoader(list(range(40)), batch_size=None, num_workers=2, worker_init_fn=make_file)
     keep_workers(loader)
     keep_workers(loader)
@@ -69,6 +75,7 @@ def test_workers_outlive_the_signal_of_others(tmp_path, monkeypatch):
     workers = [worker.pid for worker in batches._workers]
     subprocess.run(["kill", "-TERM", *map(str, workers)], check=True)  # sent by another process than the parent
     assert list(batches) == list(range(2, 40))
+    is_over.set()  # a hook cannot be removed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
