@@ -138,15 +138,17 @@ def padded_allocate(
     """
     tokens = as_int64_workloads(lengths, "lengths")
     workloads = tokens if cost is None else as_int64_workloads(cost(tokens), "cost(lengths)", len(tokens))
-    order = np.argsort(tokens, kind="stable")
-    falls = np.flatnonzero(np.diff(workloads[order]) < 0)
-    if len(falls):
-        shorter, longer = order[falls[0]], order[falls[0] + 1]
+    longest_first = np.argsort(-tokens, kind="stable")
+    rises = np.flatnonzero(np.diff(workloads[longest_first]) > 0)
+    if len(rises):
+        longer, shorter = longest_first[rises[0]], longest_first[rises[0] + 1]
         raise ValueError(
             f"cost is {workloads[shorter]} for {tokens[shorter]} tokens and {workloads[longer]} for {tokens[longer]}; "
             "a padded row costs as much as the longest: give a cost that does not fall with the length"
         )
-    return groups_of(padded_groups(workloads, num_groups=num_groups, max_cost=max_cost))
+    groups = padded_groups(workloads, num_groups=num_groups, max_cost=max_cost)
+    groups[longest_first] = np.sort(groups)  # also where a cost in steps makes rows of different lengths equal
+    return groups_of(groups)
 
 
 ALLOCATORS: dict[str, AllocateFn] = {"ffd": ffd_allocate, "kk": kk_allocate, "refined": refined_allocate}

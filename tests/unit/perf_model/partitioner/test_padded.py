@@ -142,6 +142,9 @@ def test_an_allocation_costs_what_its_longest_row_costs():
     # By tokens the rows of 10 and 9 cost 20, and so would any five rows; by squares these two cost 2 × 100.
     assert padded_allocate(lengths, num_groups=2, cost=lambda length: length**2) == [[2, 3], [0, 1, 4, 5]]
     assert padded_allocate(lengths, max_cost=199, cost=lambda length: length**2) == [[2], [3], [0, 1, 4, 5]]
+    # A cost in steps of 8 does not tell 1 from 8 tokens, but the rows of a group still have similar lengths.
+    groups = padded_allocate([1, 8, 2, 7, 9, 9], num_groups=3, cost=lambda length: -(-length // 8))
+    assert groups == [[4, 5], [1, 3], [0, 2]]
 
 
 def test_huge_costs_are_exact():
