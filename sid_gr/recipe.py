@@ -117,7 +117,9 @@ class SIDGRRecipe(Recipe):
     @cached_property
     def model_config(self) -> SIDGRConfig:
         """The model's own config, for the longest row of this run's data."""
-        datasets: list[Any] = [loader.dataset for loader in self.loaders if loader is not None]
+        # Without process groups, the data as a single rank reads them; rows of the evaluation are no longer.
+        loaders = self.loaders if dist.is_initialized() else (self.single_loader,)
+        datasets: list[Any] = [loader.dataset for loader in loaders if loader is not None]
         return self._decoder_config(max(dataset.max_items for dataset in datasets))
 
     def build_model(self) -> nn.Module:
@@ -128,13 +130,7 @@ class SIDGRRecipe(Recipe):
         """
         seed, optimizer = self.config.trainer.seed, self.config.optimizer
         seed_all(seed)  # equal whole weights on all ranks; a tensor-parallel rank keeps its part
-        model = SIDGRModel(
-            self.model_config,
-            trie=self.trie,
-            beam_width=self.config.trainer.top_k_for_generation,
-            feature_names=(HISTORY, CANDIDATE),
-            embedding_device=torch.device("meta"),
-        )
+        model = self._make_model(self.model_config, embedding_device=torch.device("meta"))
         seed_all(seed + 1 + dist.get_rank())  # every rank initialises its own rows of the table
         sharded = build_distributed_model(
             model,
@@ -167,14 +163,14 @@ class SIDGRRecipe(Recipe):
         return {"sid_gr": self._decoder_config(1).cost_dimensions}
 
     def single_process_model(self) -> nn.Module:
-        """See Recipe."""
+        """See Recipe; it generates as the trained one."""
+        config = self.model_config
         # megatron-core's layers need a group, also in a single process.
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
             initialize_model_parallel()
-        data: Any = self.single_loader.dataset
-        return SIDGRModel(self._decoder_config(data.max_items), feature_names=(HISTORY, CANDIDATE))
+        return self._make_model(config)
 
     def make_batch(self, lengths: Sequence[int]) -> GPTSIDBatch:
         """A random batch on the device, with as many candidates per row as in training."""
@@ -189,6 +185,10 @@ class SIDGRRecipe(Recipe):
             sids=torch.from_numpy(self.sid_map.codes),
         )
         return batch.to(self.device)
+
+    def _make_model(self, config: SIDGRConfig, **options: Any) -> SIDGRModel:
+        width, names = self.config.trainer.top_k_for_generation, (HISTORY, CANDIDATE)
+        return SIDGRModel(config, trie=self.trie, beam_width=width, feature_names=names, **options)
 
     def _decoder_config(self, max_items: int) -> SIDGRConfig:
         return self.config.model.decoder_config(codebook_sizes=self.config.sid.codebook_sizes, max_items=max_items)

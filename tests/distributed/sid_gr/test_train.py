@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import re
@@ -97,7 +98,15 @@ def _train_on_own_data(folder, **trainer):
     """What is printed, and the metrics."""
     with model_parallel():
         config = TrainConfig(
-            TrainerArgs(4, 3, run_dir=f"{folder}/run{dist.get_rank()}", sinks=(), **trainer),
+            TrainerArgs(
+                4,
+                3,
+                run_dir=f"{folder}/run{dist.get_rank()}",
+                ckpt_save_interval=6,
+                ckpt_save_dir=f"{folder}/checkpoints",
+                sinks=(),
+                **trainer,
+            ),
             DatasetArgs("sid", 5, dataset_path=f"{folder}/histories.parquet", max_num_candidates=1, shuffle=True),
             SIDArgs(f"{folder}/sids.npy", (6, 6, 6), history_column="seen"),
             ModelArgs(16, 1),
@@ -107,6 +116,28 @@ def _train_on_own_data(folder, **trainer):
         with contextlib.redirect_stdout(printed):
             summary = run_training(SIDGRRecipe(config, CPU))
         return printed.getvalue(), summary.steps, summary.metrics
+
+
+# As docs/data.md describes it: the trained weights in one process, without a launcher.
+EVALUATE = """
+from pathlib import Path
+import torch
+from torch.distributed import checkpoint
+from commons.trainer.data import open_loader
+from sid_gr.recipe import SIDGRRecipe
+
+recipe = SIDGRRecipe.load(Path("run0/config.json"), torch.device("cpu"))
+assert recipe.model_config.max_items == 5 + 1
+model = recipe.single_process_model().eval()
+weights = {f"model/{name}": weight for name, weight in model.state_dict().items()}
+checkpoint.load(weights, checkpoint_id="checkpoints/step_00000006", no_dist=True)
+metrics = recipe.metrics(model)
+for batch in open_loader("test", recipe.config.dataset, recipe.config.trainer, 3, **recipe.data_options()):
+    output = model(batch)[1]
+    assert torch.equal(model.generate(batch).leaves, output.generated.leaves)
+    metrics.update(output)
+print(metrics.compute())
+"""
 
 
 @pytest.mark.parametrize("single_rank_load", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -125,6 +156,10 @@ def test_own_data_from_end_to_end(two_ranks, tmp_path, single_rank_load):
     long = [len(user) - 6 for user in users if len(user) > 6]
     assert f"evaluation: {len(long)} of 21 users have more than 6 items; {sum(long)} of their oldest items" in shown
     assert "cut" not in silent and same == [steps, metrics]
+    done = run_program(sys.executable, "-c", EVALUATE, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    found = ast.literal_eval(done.stdout)
+    assert len(found) == 4 and found == pytest.approx({name: metrics[f"eval_{name}"] for name in found})
 
 
 @pytest.mark.slow
