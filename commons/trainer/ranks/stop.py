@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing import get_context, parent_process
+from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -108,11 +110,18 @@ def keep_workers(loader: Any) -> None:
     """
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
         loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)
-        if (loader.multiprocessing_context or get_context()).get_start_method() == "fork":
-            loader.multiprocessing_context = _ForkWithoutSignal()
+        context = copy.copy(loader.multiprocessing_context or get_context())
+        context.Process = _WORKERS[context.get_start_method()]  # type: ignore[misc]  # a copy of its own
+        loader.multiprocessing_context = context
 
 
-class _ForkWorker(ForkProcess):
+class _Worker(BaseProcess):
+    """Starts with SIGTERM blocked, also in the fork server, which starts with the first worker.
+
+    Without a moment in which the signal ends the worker: a spawned one imports for seconds before its worker_init_fn,
+    and a library may start a thread at a fork, as OpenTelemetry does, in which torch's handler would end the worker.
+    """
+
     def start(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -121,31 +130,38 @@ class _ForkWorker(ForkProcess):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _ForkWithoutSignal(ForkContext):
-    """Forks workers with SIGTERM blocked, so that threads that a library starts at the fork don't receive it either.
+class _ForkWorker(_Worker, ForkProcess):
+    pass
 
-    OpenTelemetry starts one. In such a thread torch's handler would end the worker.
-    """
 
-    Process = _ForkWorker
+class _SpawnWorker(_Worker, SpawnProcess):
+    pass
+
+
+class _ForkServerWorker(_Worker, ForkServerProcess):
+    pass
+
+
+_WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
 
 
 class _KeepWorker:
-    """A worker_init_fn that calls the user's own, then lets only the parent's SIGTERM end the worker."""
+    """A worker_init_fn that calls the user's own, then lets only the rank's SIGTERM end the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked here for workers that were
-        # not forked, before `then` starts threads.
+        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked here too, for a fork server
+        # that the user has started, before `then` starts threads.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_on_signal_of_parent, name="evenrank-sigterm", daemon=True).start()
+        threading.Thread(target=_end_on_signal_of_rank, name="evenrank-sigterm", daemon=True).start()
         if self._then is not None:
             self._then(worker)
 
 
-def _end_on_signal_of_parent() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+def _end_on_signal_of_rank() -> None:
+    rank = parent_process()  # for the system, the parent of a worker may be the fork server
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != getattr(rank, "pid", None):
         pass
     os._exit(0)  # as torch's own handler

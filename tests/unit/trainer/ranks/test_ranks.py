@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,24 @@ def test_workers_outlive_the_signal_of_others(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
-def test_workers_end_when_their_parent_says_so():
-    loader = DataLoader(list(range(40)), batch_size=None, num_workers=1, persistent_workers=True)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_do_not_fork_outlive_the_signal_from_their_start_on(method, monkeypatch):
+    server = forkserver.ForkServer()  # not one that other tests have started
+    monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+    loader = DataLoader(list(range(4)), batch_size=None, num_workers=1, multiprocessing_context=method)
+    keep_workers(loader)
+    batches = iter(loader)  # the worker imports for a while before its worker_init_fn
+    processes = [batches._workers[0].pid, server._forkserver_pid]
+    subprocess.run(["kill", "-TERM", *map(str, filter(None, processes))], check=True)
+    assert list(batches) == [0, 1, 2, 3]
+    server._stop()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_when_their_rank_says_so(method):
+    loader = DataLoader(
+        list(range(40)), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context=method
+    )
     keep_workers(loader)
     batches = iter(loader)
     assert next(batches) == 0
