@@ -95,7 +95,9 @@ class JsonLines:
     """Writes a line of JSON per record, null for NaN and infinity; with `append` to the end of an existing file."""
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
-        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._file = path.open("ab", buffering=0)  # also after another program has truncated it
+        if not append and path.is_file():  # unlike a pipe
+            self._file.truncate(0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a whole line; after an OSError, such as a full disk, the file has no part of it."""
@@ -107,7 +109,6 @@ class JsonLines:
         except OSError:
             with contextlib.suppress(OSError):  # of a pipe, which has no end
                 self._file.truncate(end)
-                self._file.seek(end)
             raise
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import http.server
 import json
+import os
 import queue
 import resource
 import socket
@@ -58,6 +59,18 @@ def test_lines_of_json(tmp_path):
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "eval_auc": None, "eval_perplexity": None, "rank_speeds": [1.0, None]}] * 2
+
+
+def test_a_log_that_is_truncated_continues_at_its_beginning(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text("of the run before\n")
+    sink = JsonLines(path)
+    for step in range(3):
+        sink.write({"step": step})
+        if step == 1:
+            os.truncate(path, 0)  # as logrotate does with copytruncate
+    sink.close()
+    assert path.read_text() == '{"step": 2}\n'
 
 
 def test_trackers_that_are_opened_at_once_are_all_remembered(tmp_path, monkeypatch):
