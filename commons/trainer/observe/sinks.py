@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,11 +194,15 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 
 def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> None:
     """Close all sinks in parallel, those of a failed run with `failed`; waits at most 15 seconds in total."""
+    handles = failed and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if handles else None  # torchrun's, if a rank fails
     until = time.monotonic() + _CLOSE_SECONDS
     for sink in sinks:
         sink.finish(failed=failed)
     for sink in sinks:
         sink.wait(until)
+    if handles:
+        signal.signal(signal.SIGTERM, before)
 
 
 def by_rank(values: Sequence[float | None]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -242,6 +243,18 @@ def test_sinks_write_every_record_in_time_and_are_closed_side_by_side(monkeypatc
             assert written.get(timeout=30) == step
     close_sinks(opened)
     assert sorted(closed) == [0, 1, 2, 3] and not caplog.records
+
+
+def test_torchrun_does_not_end_a_failed_run_before_its_sinks():
+    ended, ends = [], Sink(lambda record: None, lambda failed: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
+    try:
+        close_sinks([BackgroundSink("mine", lambda: ends)], failed=True)
+        assert ended == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("failed", [False, True])
