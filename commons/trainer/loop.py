@@ -126,9 +126,8 @@ class TrainingLoop:
         self._loss_scaler = recipe.loss_scaler
         self._checkpoints = Checkpointer(recipe, self._model, self._optimizer, self._shuffler, self._data.order())
         self._stop = StopSignal(enabled=self._checkpoints.saves, timeout=args.shuffler.timeout)
-        if self._checkpoints.saves:
-            for loader in (self._data.loader, eval_loader):
-                keep_workers(loader)
+        for loader in (self._data.loader, eval_loader):
+            keep_workers(loader)
         self._meter = StepMeter(recipe)
         self._forward_timer = ForwardTimer(recipe.layers(self._model), device)
         self._guard = FiniteLossGuard(device, in_float16=recipe.loss_scaler is not None)

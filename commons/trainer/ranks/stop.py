@@ -106,7 +106,7 @@ def keep_workers(loader: Any) -> None:
     """Make a loader's worker processes ignore SIGTERM unless their rank sends it; called before its first iteration.
 
     torchrun and clusters send SIGTERM to all processes of a rank. If it ended a worker, the rank would fail before it
-    has saved. Workers still end when their rank ends them, or has exited.
+    has saved, or closed its sinks. Workers still end when their rank ends them, or has exited.
     """
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
         loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.gather import rank_speeds
-from commons.trainer import TrainerArgs
+from commons.trainer import TrainerArgs, loop
 from commons.trainer.checkpoint import checkpoints
 from commons.trainer.loop import TrainingLoop
 from commons.trainer.observe import times, train_log
@@ -137,9 +137,11 @@ class BrokenLinear(torch.nn.Linear):
 
 
 def status_of(run_dir, linear):
-    """Whether a run ends its sinks as failed."""
-    with mock.patch.object(train_log, "close_sinks") as closed, suppress(OverflowError):
+    """Whether a run ends its sinks as failed; torchrun's SIGTERM does not end its workers, whose end would end it."""
+    closes, keeps = mock.patch.object(train_log, "close_sinks"), mock.patch.object(loop, "keep_workers")
+    with closes as closed, keeps as kept, suppress(OverflowError):
         run_loop(run_dir, "none", ([3, 2], [1, 1]), True, linear, sinks=())
+    assert kept.call_count == 2  # the loaders of training and evaluation
     return closed.call_args.kwargs["failed"]
 
 
