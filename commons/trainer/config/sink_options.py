@@ -25,7 +25,9 @@ class MlflowOptions:
     """Settings of MLflow."""
 
     project: str = "evenrank"  # experiment of the run
-    uri: str | None = None  # tracking server or store, such as sqlite:///mlflow.db; None for MLflow's default
+    # Tracking server, such as http://localhost:5000, or, with the package mlflow instead of the extra's mlflow-skinny,
+    # a database such as sqlite:///mlflow.db; None for MLflow's default.
+    uri: str | None = None
 
 
 @dataclass
