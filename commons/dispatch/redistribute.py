@@ -159,7 +159,7 @@ class RedistributedRows(Trimmed, Generic[B]):
 
 
 def redistribute_balanced(
-    batch: Any | None,
+    batch: B | None,
     workloads: Any | None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -168,7 +168,7 @@ def redistribute_balanced(
     slack: float = 0.01,
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-) -> RedistributedRows[Any]:
+) -> RedistributedRows[B]:
     """Move rows between ranks so that all ranks have equal work; only rows that change rank are sent.
 
     All ranks of the group call this together, each with its own rows, such as the rollouts that it generated. Ranks may

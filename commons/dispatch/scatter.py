@@ -64,7 +64,7 @@ class BalancedShare(Trimmed, Generic[B]):
         """Bool `(rows,)`: which rows are padding."""
         return self.indices < 0
 
-    def scatter_more(self, batch: Any | None, *, trim: Trim | Sequence[Trim] | None = None) -> Any:
+    def scatter_more(self, batch: R | None, *, trim: Trim | Sequence[Trim] | None = None) -> R:
         """Scatter another batch with the same rows, such as advantages of gathered results, in the same split.
 
         All ranks of the group call this together.
@@ -151,7 +151,7 @@ class BalancedShare(Trimmed, Generic[B]):
 
 
 def scatter_balanced(
-    batch: Any | None,
+    batch: B | None,
     workloads: Any | None,
     *,
     src: int = 0,
@@ -161,7 +161,7 @@ def scatter_balanced(
     groups: Any = None,
     trim: Trim | Sequence[Trim] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-) -> BalancedShare[Any]:
+) -> BalancedShare[B]:
     """Scatter the batch of one rank so that all ranks have equal work; each rank receives only its share.
 
     All ranks of the group call this together. Stated padding of the batch is dropped.

@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,13 @@ from commons.distributed.errors import capture_error
 from commons.distributed.process_group import resolve_process_group
 from commons.sequence_batch.rows import Rows
 
+B = TypeVar("B")
 _CALL = "SingleRankLoader"
 _END = object()
 _REMEDY = "set drop_last, use a larger batch, or load batches that can state padding, as BaseBatch does"
 
 
-class SingleRankLoader(Iterable[Any]):
+class SingleRankLoader(Iterable[B]):
     """An iterable of this rank's shares of the global batches that one rank loads.
 
     All ranks of the group construct it together, on the main thread, and iterate over it together. If batches state
@@ -57,8 +58,8 @@ class SingleRankLoader(Iterable[Any]):
 
     def __init__(
         self,
-        loader: Iterable[Any] | None,
-        get_workloads: Callable[[Any], Any] | None = None,
+        loader: Iterable[B] | None,
+        get_workloads: Callable[[B], Any] | None = None,
         *,
         src: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -117,10 +118,10 @@ class SingleRankLoader(Iterable[Any]):
     def __len__(self) -> int:
         return len(self._own_loader())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         return map(operator.attrgetter("batch"), self.shares())
 
-    def shares(self) -> Iterator[BalancedShare[Any]]:
+    def shares(self) -> Iterator[BalancedShare[B]]:
         """Iterate over the shares themselves, which can gather results (`BalancedShare.gather_back`)."""
         state, self._resume = self._resume, None
         self._batches = 0 if state is None else state["batches"]
@@ -211,7 +212,7 @@ class SingleRankLoader(Iterable[Any]):
         """The source's next batch and its split; None at the end of the data, and on the other ranks."""
         if error is not None:
             raise error
-        batch = _END if source is None else next(source, _END)
+        batch: Any = _END if source is None else next(source, _END)
         if batch is _END:
             return None
         rows = Rows.of(batch)

@@ -11,7 +11,7 @@ import dataclasses
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -116,6 +116,16 @@ class BaseTaskBalancedBatchShuffler(ABC):
         """
         return self.engine.costs.calibrate(task)
 
+    @overload
+    def shuffle(self, batch: T, pg_group: dist.ProcessGroup | None = None) -> T: ...
+    @overload
+    def shuffle(
+        self,
+        batch: T,
+        pg_group: dist.ProcessGroup | None = None,
+        return_indices: bool = False,
+        return_workloads: bool = False,
+    ) -> Any: ...
     def shuffle(
         self,
         batch: T,

@@ -8,7 +8,7 @@ data: `balanced_iter` starts each batch's shuffle and returns empty batches unti
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from commons.checks import kind_of
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.engine import Starter
 from commons.pipeline.look_ahead import LookAhead, ShufflingBatch
+
+B = TypeVar("B")
 
 
 class _BalancedIterator(LookAhead):
@@ -50,10 +52,10 @@ class _BalancedIterator(LookAhead):
 
 
 def balanced_iter(
-    iterator: Iterator[Any],
+    iterator: Iterator[B],
     shuffler: BaseTaskBalancedBatchShuffler,
     pg_group: dist.ProcessGroup | None = None,
-) -> Iterator[Any]:
+) -> Iterator[B]:
     """An iterator over host batches that starts their shuffles; pass the same object to every `progress`.
 
     Its items have the attributes of the batch as it was loaded: only the shuffle stage moves rows. A loop of your own,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -21,11 +21,13 @@ from commons.distributed.engine.window import ShuffledWindow, WindowReader
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
 
+B = TypeVar("B")
+
 # Number of batches whose stats are kept, so that a program that never takes them does not run out of memory.
 _MOST_WAITING = 256
 
 
-class WindowedBatches(Iterator[Any]):
+class WindowedBatches(Iterator[B]):
     """An iterator over host batches, equally many on every rank, balanced by window; made by `windowed_iter`.
 
     Attributes:
@@ -35,7 +37,7 @@ class WindowedBatches(Iterator[Any]):
 
     def __init__(
         self,
-        iterator: Iterator[Any],
+        iterator: Iterator[B],
         shuffler: BaseTaskBalancedBatchShuffler,
         window: int,
         pg_group: dist.ProcessGroup | None = None,
@@ -45,14 +47,14 @@ class WindowedBatches(Iterator[Any]):
         self._shuffler = shuffler
         self._pg_group = pg_group
         self._reader = WindowReader(iterator, window)
-        self._ready: deque[Any] = deque()
+        self._ready: deque[B] = deque()
         self._stats: deque[ShuffleStats | None] = deque()
         self._num_rows: list[int | None] = []  # of every step up to the end of the current window
         self._next: Future[ShuffledWindow] | None = None
         self._ended = False
         shuffler.engine.connect(pg_group, window=self._reader.window)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> B:
         """The next batch; only padding if this rank has no rows left but other ranks have.
 
         Raises:
@@ -151,11 +153,11 @@ class WindowedBatches(Iterator[Any]):
 
 
 def windowed_iter(
-    iterator: Iterator[Any],
+    iterator: Iterator[B],
     shuffler: BaseTaskBalancedBatchShuffler,
     window: int,
     pg_group: dist.ProcessGroup | None = None,
-) -> WindowedBatches:
+) -> WindowedBatches[B]:
     """An iterator over batches that are balanced over `window` steps, for any pipeline, without a further shuffle.
 
     `window` batches of every rank are planned together: every row is trained once, but which rows share a step changes.

@@ -100,7 +100,7 @@ class Epochs:
         self.most_batches = int(gather_numbers(own_batches, "count of batches").max())
         # The open epoch and the place where it was opened.
         self._epoch, self._start = 0, EPOCH_START
-        self._windows: WindowedBatches | None = None
+        self._windows: WindowedBatches[Any] | None = None
         # A user's own sampler may yield any items; its steps count as full steps.
         self._steps: EpochSampler[Any] = BatchOrderSampler(self.most_batches, rows_per_step=self.rows_per_step)
         if isinstance(self._sampler, EpochSampler):

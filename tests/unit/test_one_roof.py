@@ -64,6 +64,33 @@ def test_type_checkers_see_the_same_names_from_the_same_modules():
     assert "__getattr__" not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+BATCHES_OF_ONE_TYPE = """
+from collections.abc import Iterator
+
+import evenrank
+from typing_extensions import assert_type
+
+
+def use(batch: evenrank.HSTUBatch, own: evenrank.HSTUBalancedBatchShuffler, data: Iterator[evenrank.HSTUBatch]) -> None:
+    assert_type(own.shuffle(batch), evenrank.HSTUBatch)
+    assert_type(next(evenrank.windowed_iter(data, own, 2)), evenrank.HSTUBatch)
+    assert_type(next(evenrank.balanced_iter(data, own)), evenrank.HSTUBatch)
+    assert_type(evenrank.redistribute_balanced(batch, [1]).batch, evenrank.HSTUBatch)
+    assert_type(evenrank.scatter_balanced(batch, [1]).batch, evenrank.HSTUBatch)
+    assert_type(next(iter(evenrank.SingleRankLoader([batch]))), evenrank.HSTUBatch)
+    assert_type(evenrank.split_balanced(batch, 1, [1])[0], evenrank.HSTUBatch)
+"""
+
+
+@pytest.mark.slow
+def test_type_checkers_see_batches_leave_with_the_type_that_they_came_with(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BATCHES_OF_ONE_TYPE)
+    checks = ["--strict", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}"]
+    done = run_program(sys.executable, "-m", "mypy", *checks, script, timeout=500)
+    assert "Success" in done.stdout, done.stdout + done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'evenrank' has no attribute 'blanced'"):
         _ = evenrank.blanced
