@@ -15,7 +15,6 @@ def require_memory(num_bytes: int, request: str, remedy: str) -> None:
         num_bytes: estimate of the bytes needed.
         request: the setting that needs them, with its value: "num_users is 5".
         remedy: the end of the message: what the user should do.
-
     """
     available = available_memory()
     if available is not None and num_bytes > available:

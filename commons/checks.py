@@ -70,7 +70,6 @@ def as_boolean(value: Any, name: str) -> bool:
     Traceback (most recent call last):
         ...
     ValueError: equal_size is 'no'; it is True or False: choose one
-
     """
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} is {value!r}; it is True or False: choose one")
@@ -84,7 +83,6 @@ def as_count(value: Any, name: str, least: int) -> int:
     Traceback (most recent call last):
         ...
     ValueError: num_chunks is 2.0; it must be an integer of at least 1: correct it
-
     """
     if isinstance(value, (bool, np.bool_)):  # before numpy 2.3, operator.index() accepts np.bool_
         raise _no_integer(name, value, least)

@@ -97,7 +97,6 @@ def one_line(text: str) -> str:
 
     >>> one_line("╭─ Value error ─╮\\n│ no such file  │\\n│ ───────────── │\\n│ see --help    │\\n╰───────────────╯")
     'Value error: no such file; see --help'
-
     """
     lines = [line.strip(" │") for line in text.splitlines()]
     title = "".join(line.strip("╭─╮ ") + ": " for line in lines if line.startswith("╭"))

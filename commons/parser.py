@@ -93,7 +93,6 @@ def parser_error(text: str) -> str:
     'Unrecognized options: --rank; perhaps you meant --ranks'
     >>> parser_error("╭─ Invalid choice ─╮\\n│ invalid choice 'gpt' for argument '--task'. │\\n╰──╯")
     "Invalid choice: 'gpt' for argument '--task'."
-
     """
     line = one_line(text).split("; For full helptext")[0]
     required = re.fullmatch(r"Required options[:;] Missing from ([^:]+): (.*)", line)
@@ -124,7 +123,6 @@ def wrapped_help(text: str, width: int | None = None) -> str:
     <BLANKLINE>
       x --report long/folder
     ╭─
-
     """
     if "usage" not in text.partition("\n")[0]:  # a script for the completion of a shell
         return text
@@ -150,7 +148,6 @@ def _without_breaks(boxes: str) -> str:
     │ --ranks INT      │
     │       Numbers of │
     │       ranks.     │
-
     """
     from rich.console import Console
     from rich.text import Text

@@ -24,7 +24,6 @@ def import_user_module(name: str) -> ModuleType:
 
     >>> import_user_module("json").__name__
     'json'
-
     """
     here = str(Path.cwd())
     sys.path.append(here)

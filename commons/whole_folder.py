@@ -35,7 +35,6 @@ def whole_folder(target: Path, *, may_replace: Callable[[Path], bool], what: str
         FileExistsError: the file or folder at `target` may not be replaced.
         BlockingIOError: another process is writing the same folder.
         OSError: no permission to write there, or no space.
-
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     replaced = target.with_name(f".{target.name}.replaced")
@@ -62,7 +61,6 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: no permission to write there, or no space.
-
     """
     with parents_of(target):
         aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -103,7 +101,6 @@ def parents_of(target: Path) -> Iterator[None]:
     Raises:
         ValueError: the path is the URL of a store.
         OSError: a parent cannot be made, or the block failed for lack of space; this error names the target.
-
     """
     require_local("the output", target)
     made = [parent for parent in target.parents if not parent.exists()]
@@ -143,7 +140,6 @@ def locked_folder(folder: Path, target: Path, what: str) -> Iterator[None]:
     Raises:
         BlockingIOError: another process has locked the folder.
         OSError: no permission to write there, or `folder` is a file or a symbolic link.
-
     """
     lock = _locked(folder, target, what)
     try:

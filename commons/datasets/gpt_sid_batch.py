@@ -36,7 +36,6 @@ def codebook_offsets(codebook_sizes: Sequence[int]) -> list[int]:
 
     >>> codebook_offsets([500, 500, 20])
     [0, 500, 1000]
-
     """
     return [0, *itertools.accumulate(codebook_sizes[:-1])]
 
@@ -183,7 +182,6 @@ class GPTSIDBatch(BaseBatch):
         Raises:
             ValueError: `batch_size` below 1, `actual_batch_size` outside `[0, batch_size]`, a negative maximum, `sids`
                 of another shape, or invalid fields of a GPTSIDBatch.
-
         """
         num_real, num_hierarchies = real_rows_of(batch_size, actual_batch_size), len(codebook_sizes)
         for name, most in (("max_history_length", max_history_length), ("max_candidate_length", max_candidate_length)):

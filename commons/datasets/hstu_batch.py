@@ -33,7 +33,6 @@ class FeatureConfig:
         ValueError: no names, not one maximum per name, a maximum below 1 or a negative length.
         TypeError: `feature_names` is one string, `max_item_ids` is one number, or `seqlen_dist` is no
             RandomDistribution.
-
     """
 
     feature_names: list[str]
@@ -86,7 +85,6 @@ class HSTUBatch(BaseBatch):
             `num_candidates`; on CPU also actions and items of different length, or candidates outside
             `[0, min(max_num_candidates, items)]`.
         TypeError: as BaseBatch; `num_candidates` that is no tensor.
-
     """
 
     host_fields: ClassVar[tuple[str, ...]] = ("num_candidates",)
@@ -173,7 +171,6 @@ class HSTUBatch(BaseBatch):
         Returns:
             The number of tokens, int64 `(batch_size,)`: context, history and candidates.
             The number of these tokens that belong to candidates, at the end, int64 `(batch_size,)`.
-
         """
         num_tokens, num_targets = self.token_counts(action_interleaved)
         return num_tokens, torch.zeros_like(num_tokens) if num_targets is None else num_targets
@@ -241,7 +238,6 @@ class HSTUBatch(BaseBatch):
         Raises:
             ValueError: `batch_size` or `num_tasks` below 1, `actual_batch_size` outside `[0, batch_size]`, a feature
                 that is in `feature_configs` twice, or invalid fields of an HSTUBatch.
-
         """
         contextual_feature_names = require_names("contextual_feature_names", contextual_feature_names)
         num_real = real_rows_of(batch_size, actual_batch_size)

@@ -122,7 +122,6 @@ def l2_bound(weights: np.ndarray, capacity: int) -> int:
 
     Returns:
         At least 1.
-
     """
     capacity = min(capacity, max(1, int(weights.sum())))
     sums = np.zeros(len(weights) + 1, np.int64)

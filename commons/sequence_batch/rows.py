@@ -67,7 +67,6 @@ class Rows(Tree[B]):
 
         >>> Rows.of({"ids": torch.zeros(3, 5), "text": ["a", "b", "c"], "split": "train"}).count
         3
-
         """
         tree = open_tree(batch)
         for path, value in tree.leaves.items():
@@ -153,7 +152,6 @@ class Rows(Tree[B]):
 
         >>> Rows.of({"ids": torch.tensor([5, 6]), "text": ["a", "b"]}).pad(3).batch
         {'ids': tensor([5, 6, 0]), 'text': ['a', 'b', None]}
-
         """
         missing = num_rows - self.count
         if missing < 0:
@@ -210,7 +208,6 @@ def select_rows(batch: B, indices: torch.Tensor | np.ndarray | Sequence[int]) ->
 
     >>> select_rows({"ids": torch.tensor([5, 6, 7]), "text": ["a", "b", "c"], "split": "train"}, [2, 0, 2])
     {'ids': tensor([7, 5, 7]), 'text': ['c', 'a', 'c'], 'split': 'train'}
-
     """
     return Rows.of(batch).select(indices).batch
 

@@ -61,7 +61,6 @@ def choose_execution(
     Raises:
         ValueError: `kernel_backend` is "triton" and a rank cannot use it; the error, raised on all ranks, names the
             node.
-
     """
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -154,7 +154,6 @@ def get_data_loader(
     >>> loader = get_data_loader("random", batch_size=4, max_history_seqlen=20, num_batches=3)
     >>> [batch.actual_batch_size for batch in loader]
     [4, 4, 4]
-
     """
     if dataset_name not in list_datasets():
         raise KeyError(

@@ -110,7 +110,6 @@ class TextFile:
 
         Raises:
             ValueError: a malformed line, a file of more than 256 MiB, or a repeated id.
-
         """
         size, key = self.path.stat().st_size, self._layout.columns[0].name
         if size > _MOST_IN_MEMORY:

@@ -81,7 +81,6 @@ def open_raw_files(
     Raises:
         FileNotFoundError: `source` does not exist.
         ValueError: a damaged file, no zip or tar file, an archive that expands beyond the limit, or a missing file.
-
     """
     hint = f"the source is {kind.archive} as published, or its unpacked folder: correct the path"
     if not source.exists():

@@ -33,7 +33,6 @@ class RandomBatches(Dataset[_Batch_co]):
         seed: seed of the data set, equal on every rank.
         rank: this rank.
         world_size: number of ranks.
-
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class RandomHSTUDataset(RandomBatches[HSTUBatch]):
     >>> dataset = RandomHSTUDataset(configs, "item", batch_size=4, num_batches=2)
     >>> [batch.batch_size for batch in dataset]
     [4, 4]
-
     """
 
     def __init__(
@@ -133,7 +131,6 @@ def user_like_dataset(
 
     Raises:
         ValueError: lengths beyond `max_history_seqlen + max_num_candidates`; and as `RandomHSTUDataset`.
-
     """
     longest = max_history_seqlen + max_num_candidates
     lengths = (length_distribution or LengthDistribution()).within(longest)
@@ -162,7 +159,6 @@ class RandomSIDDataset(RandomBatches[GPTSIDBatch]):
     >>> dataset = RandomSIDDataset(sid_map, batch_size=4, num_batches=2, max_history_length=5)
     >>> [batch.batch_size for batch in dataset]
     [4, 4]
-
     """
 
     def __init__(

@@ -95,7 +95,6 @@ class RandomDistribution:
             device: device of the result; None for the generator's device.
             generator: source of randomness; None for torch's global CPU generator. Numbers are drawn on the generator's
                 device, so `device` does not change them.
-
         """
         drawn = self._draw(size, generator)  # float64 (size,)
         high = _LARGEST if self.high is None else float(self.high)
@@ -208,7 +207,6 @@ def random_times(lengths: torch.Tensor, generator: torch.Generator | None = None
     >>> times = random_times(torch.tensor([2, 0, 1]), torch.Generator().manual_seed(0))
     >>> times.shape, bool(times[1] > times[0])
     (torch.Size([3]), True)
-
     """
     num_items, device = int(lengths.sum()), lengths.device
     gaps = torch.rand(num_items, generator=generator, device=device).mul(math.log(_LONGEST_GAP)).exp().to(torch.int64)

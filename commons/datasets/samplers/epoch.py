@@ -56,7 +56,6 @@ class EpochSampler(Sampler[T]):
             that a loop can recognise its last step.
         start: the place in that epoch where the next iteration begins.
         yields_epochs: whether to yield pairs of epoch and item, for a data set whose items depend on the epoch.
-
     """
 
     IDENTITY: ClassVar[tuple[str, ...]]
@@ -87,7 +86,6 @@ class EpochSampler(Sampler[T]):
 
         Raises:
             ValueError: no integer from 0 on, or not fewer steps than the window has.
-
         """
         row, steps = as_count(row, "row", 0), as_count(steps, "steps", 0)
         if steps >= self.window:
@@ -194,7 +192,6 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
 
     >>> [list(ShardedBatchSampler(5, 2, rank=rank, world_size=2)) for rank in range(2)]
     [[[0, 2], [4]], [[1, 3]]]
-
     """
 
     IDENTITY = ("num_rows", "batch_size", "rank", "world_size", "shuffle", "seed", "drop_last")

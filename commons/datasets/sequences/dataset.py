@@ -36,7 +36,6 @@ class UserDataset(Dataset[_Batch_co]):
 
         Raises:
             IndexError: a row outside the split.
-
         """
         selected = np.atleast_1d(np.asarray(rows, dtype=np.int64))
         outside = selected[(selected < 0) | (selected >= len(self))]
@@ -96,7 +95,6 @@ class SequenceDataset(UserDataset[HSTUBatch]):
         FileNotFoundError: no data set at `path`.
         ValueError: files that are damaged or of another data set, an empty split, too many tasks, or a vocabulary
             larger than its table.
-
     """
 
     def __init__(

@@ -69,7 +69,6 @@ class EventColumns:
         Raises:
             ValueError: user or item is not set, the files do not have a column, the item column is used twice, a name
                 cannot be a feature's name, or there are more than 15 actions.
-
         """
         for part in ("user", "item"):
             if not getattr(self, part):
@@ -163,7 +162,6 @@ class Action:
 
         >>> Action.parse("rating >= 4", ["rating"])
         Action(text='rating >= 4', column='rating', operator='>=', value=4, value_text='4')
-
         """
         condition = None if text in found else _CONDITION.fullmatch(text)
         if condition is None:

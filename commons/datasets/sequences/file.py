@@ -55,7 +55,6 @@ class SequenceFile:
     Raises:
         FileNotFoundError: no such data set.
         ValueError: the data are damaged, of another data set or version, or lack a column.
-
     """
 
     def __init__(

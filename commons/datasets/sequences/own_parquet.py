@@ -53,7 +53,6 @@ def preprocess_parquet(columns: EventColumns, source: str | Path, output: str | 
     Raises:
         ValueError: no parquet file, a column that is missing or of another type, a null in users, items, times or
             actions, lists of different lengths, files without rows, or an output within the source.
-
     """
     # Not Path.resolve(), which raises RuntimeError for a loop of links.
     target = Path(os.path.realpath(Path(output) / f"{DATASET_NAME}.parquet"))

@@ -65,7 +65,6 @@ def read_columns(path: Path) -> pa.Schema:
 
     Raises:
         ValueError: no parquet file, or a damaged one.
-
     """
     try:
         schema = pq.read_schema(path)

@@ -102,7 +102,6 @@ def preprocess(
         BlockingIOError: another process is preprocessing to the same folder.
         OSError: no permission to write, or a full disk.
         ValueError: as `read`, a fraction outside `[0, 1]` or a negative seed.
-
     """
     target = Path(output) / f"{dataset_name}.parquet"
     if Path(os.path.realpath(source)).is_relative_to(os.path.realpath(target)):

@@ -68,7 +68,6 @@ def assign_sids(
 
     Raises:
         ValueError: a number out of range, fewer than two items, or codebooks with too few SIDs for the items.
-
     """
     _check(item_ids, codebook_sizes, vector_size, window, seed)
     item_ids = np.sort(np.asarray(item_ids, dtype=np.int64))
@@ -115,7 +114,6 @@ def embed_items(counts: scipy.sparse.csr_array, vector_size: int, seed: int) -> 
 
     Returns:
         float64 `(num_items, vector_size)`; with fewer items than `vector_size`, one column per item.
-
     """
     pairs = counts.tocoo()
     per_item = np.asarray(counts.sum(axis=1)).ravel()

@@ -38,7 +38,6 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
     Raises:
         ValueError: no users, a map that was made for other items, or items without a SID; the message has their number
             and the first of them.
-
     """
 
     def __init__(

@@ -110,7 +110,6 @@ class ParquetHistories:
         IsADirectoryError: a folder.
         ValueError: no parquet file, one of a Delta, Iceberg or Hudi table, or a column that is missing, of another
             type, with nulls or with unknown splits.
-
     """
 
     num_items: int | None = None

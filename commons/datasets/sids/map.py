@@ -114,7 +114,6 @@ class SIDMap:
         Raises:
             FileNotFoundError: no file.
             ValueError: another kind of file, a damaged file, or one with other `codebook_sizes`; and as SIDMap.
-
         """
         path = Path(path)
         if path.suffix in _PICKLES:
@@ -147,7 +146,6 @@ class SIDMap:
 
         Raises:
             ValueError: another suffix.
-
         """
         path = Path(path)
         if path.suffix != ".parquet":
@@ -167,7 +165,6 @@ def random_sid_map(num_items: int, codebook_sizes: Sequence[int], seed: int = 0)
 
     >>> random_sid_map(4, [2, 2]).num_items
     4
-
     """
     capacity = math.prod(codebook_sizes)
     if not 1 <= num_items <= capacity:

@@ -38,7 +38,6 @@ def as_int64_workloads(values: Any, name: str = "workloads", num_rows: int | Non
     Traceback (most recent call last):
         ...
     ValueError: workloads[1] is -1; values must be non-negative integers: correct the cost model or the data
-
     """
     array = _as_int64(values, name, num_rows)
     if core.all_within(array, INT64_MAX, MOST_LOAD):

@@ -81,7 +81,6 @@ def commands_in(text: str) -> list[str]:
     ['make demo', 'evenrank simulate --ranks 8']
     >>> commands_in("source <(evenrank --help)")
     ['source <(evenrank --help)']
-
     """
     commands = []
     lines = iter(re.sub(r"\\\n\s*", "", text).splitlines())
