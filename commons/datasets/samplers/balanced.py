@@ -119,15 +119,12 @@ class BalancedBatchSampler(PlannedSampler):
 
     @property
     def num_rows(self) -> int:
-        """See EpochSampler."""
         return self._end(0) * self._unit_size
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
-        """See PlannedSampler."""
         return itertools.islice(self._plan_windows(epoch, start.row), start.steps, None)
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler."""
         done, first = start.steps + num_steps, -(-start.row // self._unit_size)
         if done >= self._num_steps(first):
             return Place(max(start.row, self._num_rows))
@@ -135,7 +132,6 @@ class BalancedBatchSampler(PlannedSampler):
         return Place(self._window_begin(first, windows) * self._unit_size, steps)
 
     def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
         return super().identity() | {"batch_size": self._batch_size, "window": self._window}
 
     def _end(self, first: int) -> int:

@@ -163,7 +163,6 @@ class BudgetBatchSampler(PlannedSampler):
         return sum(self.step_rows(self.epoch, EPOCH_START)) if self._drop_last else self._num_rows
 
     def plan(self, epoch: int, start: Place = EPOCH_START) -> Iterator[PlannedStep]:
-        """See PlannedSampler."""
         order = self._unit_order(epoch)
         costs, ends = self._costs[:, order], self._ends(order)
         limits = (self._budget, self._most_tokens)
@@ -223,7 +222,6 @@ class BudgetBatchSampler(PlannedSampler):
         return Place(max(start.row, self._num_rows) if at_end else row)
 
     def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
         return super().identity() | {"budget_per_rank": self._budget, "max_rows": self._max_rows}
 
     def _deal_longest(self, costs: np.ndarray) -> np.ndarray:

@@ -165,15 +165,12 @@ class BatchOrderSampler(EpochSampler[int]):
         return self._num_batches
 
     def items(self, epoch: int, start: Place) -> Iterator[int]:
-        """See EpochSampler."""
         yield from self.order(self._num_batches, epoch)[self._batches_before(start) :].tolist()
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """See EpochSampler."""
         return itertools.repeat(self._rows_per_step, max(0, self._num_batches - self._batches_before(start)))
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler."""
         return Place(min(start.row + num_steps * self._rows_per_step, self._num_batches * self._rows_per_step))
 
     def _batches_before(self, place: Place) -> int:
@@ -222,18 +219,15 @@ class ShardedBatchSampler(EpochSampler[list[int]]):
         return self._drop_last
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
-        """See EpochSampler."""
         own_rows = self.order(self._num_rows, epoch)[start.row : self._end(start.row)][self._rank :: self._world_size]
         for first in range(0, len(own_rows), self._batch_size):
             yield own_rows[first : first + self._batch_size].tolist()
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """See EpochSampler."""
         rows, of_step = range(start.row, self._end(start.row)), self._batch_size * self._world_size
         return (len(rows[first : first + of_step]) for first in range(0, len(rows), of_step))
 
     def place_after(self, num_steps: int, epoch: int, start: Place) -> Place:
-        """See EpochSampler."""
         return Place(min(start.row + num_steps * self._batch_size * self._world_size, self._num_rows))
 
     def _end(self, first: int) -> int:

@@ -223,11 +223,9 @@ class PlannedSampler(EpochSampler[list[int]]):
         """The steps of an epoch from a place on, planned during the iteration; equal on every rank."""
 
     def items(self, epoch: int, start: Place) -> Iterator[list[int]]:
-        """See EpochSampler."""
         return (rows.tolist() for batches, _ in self._own_steps(epoch, start) for rows in batches)
 
     def step_rows(self, epoch: int, start: Place) -> Iterator[int]:
-        """See EpochSampler."""
         return (num_rows for _, num_rows in self._own_steps(epoch, start))
 
     def _own_steps(self, epoch: int, start: Place) -> Iterator[_OwnStep]:
@@ -244,7 +242,6 @@ class PlannedSampler(EpochSampler[list[int]]):
             yield [rows[ranks == rank] for rank in self._own_ranks], len(rows)
 
     def identity(self) -> dict[str, Any]:
-        """See EpochSampler."""
         return {
             "num_rows": self._num_rows,
             "rank": self._rank,

@@ -169,12 +169,10 @@ class SequenceDataset(UserDataset[HSTUBatch]):
 
     @property
     def row_order(self) -> dict[str, Any]:
-        """See UserDataset."""
         return self.metadata.row_order(self.schema.user_feature_name)
 
     @property
     def row_contents(self) -> dict[str, Any]:
-        """See UserDataset."""
         return self.metadata.row_contents()
 
     def _item_counts(self) -> np.ndarray:

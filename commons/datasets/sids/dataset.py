@@ -81,12 +81,10 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
 
     @property
     def row_order(self) -> dict[str, Any]:
-        """See UserDataset."""
         return self._histories.row_order()
 
     @property
     def row_contents(self) -> dict[str, Any]:
-        """See UserDataset."""
         return self._histories.row_contents()
 
     def _item_counts(self) -> np.ndarray:

@@ -82,23 +82,18 @@ class PreprocessedHistories:
         return len(self._rows)
 
     def lengths(self, users: np.ndarray) -> np.ndarray:
-        """See Histories."""
         return self._file.select(users + self._rows.start).lengths(self._column)
 
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """See Histories."""
         return self._file.select(users + self._rows.start).tails(self._column, lengths)
 
     def items_digest(self) -> str:
-        """See Histories."""
         return self._file.metadata.vocabulary_digests.get(self._column, "")
 
     def row_order(self) -> dict[str, Any]:
-        """See Histories."""
         return self._file.metadata.row_order(self._user_feature_name)
 
     def row_contents(self) -> dict[str, Any]:
-        """See Histories."""
         return self._file.metadata.row_contents()
 
 
@@ -133,24 +128,19 @@ class ParquetHistories:
         return len(self._ends)
 
     def lengths(self, users: np.ndarray) -> np.ndarray:
-        """See Histories."""
         return self._ends[users] - self._starts[users]
 
     def tails(self, users: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """See Histories."""
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return self._items[np.repeat(self._ends[users] - lengths, lengths) + within].astype(np.int64)
 
     def items_digest(self) -> str:
-        """See Histories."""
         return ""
 
     def row_order(self) -> dict[str, Any]:
-        """See Histories."""
         return {}
 
     def row_contents(self) -> dict[str, Any]:
-        """See Histories."""
         checksum = zlib.crc32(np.ascontiguousarray(self._items).data, zlib.crc32(self._ends.data))
         return {"num_users": len(self), "num_interactions": len(self._items), "checksum": checksum}
 
