@@ -48,9 +48,6 @@ class TrainingLoop:
 
     `on_start` is called on rank 0 after all checks that are possible before training, and before the first line of the
     log.
-
-    Raises:
-        KeyError, FileNotFoundError, ValueError: wrong data or settings.
     """
 
     def __init__(self, recipe: Recipe, on_start: Callable[[], None] = lambda: None) -> None:
@@ -63,7 +60,7 @@ class TrainingLoop:
         """Train, evaluate and log; called on all ranks together.
 
         Raises:
-            ValueError: the loaders have no batch on any rank.
+            KeyError, FileNotFoundError, ValueError: wrong data or settings, or no batch on any rank.
             RuntimeError: the checkpoint at the end could not be written; all other work is complete by then.
             RankMissingError: a collective of the shuffler or of the model has failed.
             Exception: an error of any rank's data or shuffler, raised on every rank.

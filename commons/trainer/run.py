@@ -115,11 +115,7 @@ def train(
 
 
 def run_training(recipe: Recipe) -> TrainSummary:
-    """Train and, if the recipe has evaluation data, evaluate; called on all ranks together.
-
-    Raises:
-        KeyError, FileNotFoundError, ValueError: wrong data or settings.
-    """
+    """Train and, if the recipe has evaluation data, evaluate; errors as `TrainingLoop.run`."""
     as_given = copy.deepcopy(recipe.config)  # config.json starts the same run on another number of ranks
     recipe.share_batch(dist.get_world_size(resolve_process_group()))
     return TrainingLoop(recipe, on_start=lambda: replace_run(as_given)).run()

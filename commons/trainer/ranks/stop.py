@@ -81,11 +81,7 @@ class StopSignal:
             self._pending = received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def agree(self) -> None:
-        """Read what ranks have received until now, after work that took long; called on all ranks.
-
-        Raises:
-            RankMissingError: a rank did not join the reduction in time; the error names the rank.
-        """
+        """Read what ranks have received until now, after work that took long; called as `after_step`."""
         self.after_step()
         self._take_result()
 
