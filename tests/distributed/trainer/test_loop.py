@@ -220,11 +220,6 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
     assert 0 < second < first
 
 
-def test_no_batch_on_any_rank(two_ranks, tmp_path):
-    for error in two_ranks.run(error_of, run_loop, str(tmp_path), "none", ([0, 0], [1, 1]), False):
-        assert error.startswith("ValueError: epoch 0 has no batch on any rank")
-
-
 @on_two_ranks
 def test_a_model_that_a_pipeline_cannot_trace_is_named_before_training(tmp_path):
     """Such as that of CONTRIBUTING, in torch's own wrapper; "native" is the default."""
