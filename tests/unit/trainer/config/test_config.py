@@ -15,13 +15,11 @@ import typing
 from pathlib import Path
 
 import pytest
-import torch
 
 from commons.parser import wrapped_help
 from commons.pipeline import TrainPipelineFactory
 from commons.trainer.config.files import find_config
 from commons.trainer.config.load import load_config, load_config_file
-from commons.trainer.optimize.optimizers import build_optimizer
 from hstu.train_config import TrainConfig
 from sid_gr.train_config import TrainConfig as SIDTrainConfig
 from tests.helpers.jobs.programs import run_program
@@ -312,12 +310,6 @@ def test_a_config_without_imports_takes_no_flag_for_them(tmp_path):
     for argv in (["--config", str(write(tmp_path, "rows = 2"))], []):
         with pytest.raises(ValueError, match="^--import is json, and Plain has no field 'imports'.*: leave it out"):
             load_config(Plain, [*argv, "--import", "json"])
-
-
-def test_adam_is_as_the_config_says(tmp_path):
-    config = load_config_file(TrainConfig, write(tmp_path, TOML + "adam_betas = [0.8, 0.98]\nadam_eps = 1e-6\n"))
-    group = build_optimizer(torch.nn.Linear(2, 2), config.optimizer).param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"]) == (1, (0.8, 0.98), 1e-6)
 
 
 def test_nothing_given_asks_for_a_config():
