@@ -14,7 +14,7 @@ from commons.trainer.observe import meter as meters
 from commons.trainer.observe import profiling, times
 from commons.trainer.observe.meter import SNAPSHOTS, StatsMean, StepMeter, StepSums
 from commons.trainer.observe.profiling import StepProfiler
-from commons.trainer.observe.times import ForwardTimer, StepClock
+from commons.trainer.observe.times import ForwardTimer
 from commons.trainer.ranks import errors
 from commons.trainer.ranks.launch import initialize_ranks
 from tests.helpers.jobs.programs import run_program
@@ -154,16 +154,6 @@ def test_the_mean_loss_weighs_every_term_alike():
     sums.add(torch.tensor(6.0), 3)
     sums.add(torch.tensor(1.0), 1)
     assert sums.mean_loss == 7.0 / 4
-
-
-def test_the_clock_leaves_out_what_lies_between_steps(monkeypatch):
-    moments = iter([1.0, 1.5, 9.0, 9.25])  # seconds; an evaluation lies between the steps
-    monkeypatch.setattr(times, "_now", lambda device: next(moments))
-    clock = StepClock(torch.device("cpu"))
-    for _ in range(2):
-        clock.begin()
-        clock.end()
-    assert clock.take() == [500.0, 250.0] and clock.take() == []
 
 
 def test_ranks_on_no_device_and_without_torchrun_do_not_start():
