@@ -258,7 +258,6 @@ def test_no_number_is_absurd(tmp_path, config_class):
             ["--trainer.train-batch-sise", "4"],
             "^Unrecognized options: --trainer.train-batch-sise.*perhaps you meant --trainer.train-batch-size",
         ),
-        (["--dataset.dataset-name", "sid-ml-1m"], "^dataset_name is 'sid-ml-1m', whose items are semantic IDs; HSTU"),
         (["--config"], "--config is without a value"),
         (
             ["--trainer.dropout=1", "--dense-lr", "1"],
