@@ -153,7 +153,6 @@ def test_others_go_on_with_what_is_left(rank_pools, data, tmp_path, way, num_ran
     assert bool(re.search(line, " ".join(result[0][3]))) == bool(again)
 
 
-# With this seed the plan of the last window lowers the loads, so that its rows are not left as they were loaded.
 def test_a_schedule_in_rows(two_ranks, data, tmp_path):
     """Steps of 8 rows: what is due comes after the step that reaches it."""
     schedule = {"schedule_in": "rows", "num_epochs": None, "max_train_iters": 50, "eval_interval": 20}
