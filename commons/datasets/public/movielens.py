@@ -16,13 +16,11 @@ from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayou
 from commons.datasets.public.raw_files import RawFiles, RawKind
 from commons.datasets.sequences.file import SequenceSchema
 
-DATASET_NAME = "ml-1m"
 ENCODING = "latin-1"
-_CONTEXTUAL = ("user_id", "gender", "age", "occupation", "zip")
 
 SCHEMA = SequenceSchema(
-    dataset_name=DATASET_NAME,
-    contextual_feature_names=_CONTEXTUAL,
+    dataset_name="ml-1m",
+    contextual_feature_names=("user_id", "gender", "age", "occupation", "zip"),
     item_feature_name="movie_id",
     action_feature_name="rating",
     tasks=(partial(np.less_equal, 4), partial(np.less_equal, 5)),

@@ -13,7 +13,7 @@ from benchmarks.raw_data.archive import lengths_with
 from benchmarks.raw_data.movielens import NUM_USERS_20M, QUANTILES_20M, generate_movielens, generate_movielens_20m
 from commons.datasets.loader.data_loader import get_data_loader
 from commons.datasets.public.generated_ratings import _user_lengths, generate_ratings
-from commons.datasets.public.movielens import DATASET_NAME, SCHEMA_20M, preprocess_movielens, preprocess_movielens_20m
+from commons.datasets.public.movielens import SCHEMA_20M, preprocess_movielens, preprocess_movielens_20m
 from commons.datasets.sequences.file import SequenceFile
 from tests.helpers.datasets.movielens import (
     HEADER_20M,
@@ -37,7 +37,7 @@ class TestPreprocess:
             **{name: f"list<element: {kind}>" for name, kind in lists.items()},
             "split": "string",
         }
-        metadata = SequenceFile(path, DATASET_NAME, []).metadata
+        metadata = SequenceFile(path, "ml-1m", []).metadata
         assert metadata.columns == types
         assert metadata.length_histogram == {"0": 1, "1": 1, "2": 0, "4": 1}
         assert metadata.source_sha256 == hashlib.sha256((tmp_path / "ml-1m.zip").read_bytes()).hexdigest()
@@ -73,8 +73,8 @@ class TestPreprocess:
 
         def test_users(**arguments):
             path = preprocess_movielens(source, tmp_path / "data", **arguments)
-            rows = users_of(path, DATASET_NAME)
-            file = SequenceFile(path, DATASET_NAME, ["user_id"])
+            rows = users_of(path, "ml-1m")
+            file = SequenceFile(path, "ml-1m", ["user_id"])
             for split in ("train", "test"):
                 ids = file.select(np.array(file.split_rows(split), dtype=int)).values("user_id")
                 assert {rows[user + 1]["split"] for user in ids.tolist()} <= {split}
