@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import shutil
-from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,16 +83,6 @@ def test_the_state_of_the_tables_optimizer_is_not_left_out(tmp_path):
     assert "has dense_optimizer/embedding.embeddings.t_item.weight/momentum_buffer (and 0 more), which this" in error
 
 
-@contextlib.contextmanager
-def in_folder(folder):
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 @on_two_ranks
 def test_checkpoints_that_a_rank_does_not_see_are_not_called_damaged(tmp_path):
     """The error was that all 2 checkpoints are damaged, and to start without one."""
@@ -106,7 +96,8 @@ def test_checkpoints_that_a_rank_does_not_see_are_not_called_damaged(tmp_path):
             file.write_text(state_text(json.loads(file.read_text()) | {"world_size": 1}))
     for folder, problem in (("another", "rank 0 has found it"), ("copy", "is another one than that")):
         for path in ("checkpoints", "checkpoints/step_00000001"):
-            with in_folder(tmp_path / folder if dist.get_rank() == 1 else tmp_path):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path / folder if dist.get_rank() == 1 else tmp_path)
                 error = error_of(checkpointer(torch.nn.Linear(4, 2), path).resume)
             assert error.startswith("ValueError: rank 1: checkpoints/step_0000000") and problem in error, error
             assert "; all ranks load from one folder on a shared disk: mount" in error
@@ -118,7 +109,8 @@ def test_a_folder_for_checkpoints_that_a_rank_cannot_use_is_refused_at_the_start
     """The run trained to its end, and saved none of its checkpoints."""
     new_run = {"ckpt_save_interval": 1, "ckpt_load_dir": ""}
     (tmp_path / "another").mkdir(exist_ok=True)
-    with in_folder(tmp_path / "another" if dist.get_rank() == 1 else tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "another" if dist.get_rank() == 1 else tmp_path)
         error = error_of(checkpointer(torch.nn.Linear(4, 2), "checkpoints", **new_run).resume)
     assert error.startswith("ValueError: rank 1: ckpt_save_dir checkpoints on "), error
     assert "is another folder than that of rank 0; all ranks write to one folder on a shared disk: mount" in error

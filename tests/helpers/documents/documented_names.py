@@ -6,18 +6,18 @@ import abc
 import contextlib
 import importlib
 import json
-import os
 import re
 import sys
 import tempfile
 import types
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -283,7 +283,8 @@ def weights_are_those_of_the_checkpoint() -> Run:
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     train_in(folder[0], "hstu.train", [*TINY, "--trainer.ckpt-save-interval", "6", "--trainer.max-train-iters", "6"])
-    with _inside(folder[0]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder[0])
         names = yield {}
     own = Path(folder[0], f"rank{dist.get_rank()}.pt")
     dcp_to_torch_save(Path(folder[0], "checkpoints", "step_00000006"), own)
@@ -297,15 +298,6 @@ def weights_are_those_of_the_checkpoint() -> Run:
 def train_in(folder: str, script: str, arguments: list[str]) -> None:
     """A training script of ours on this rank, as torchrun starts it, but in the process group that there is."""
     module = importlib.import_module(script)
-    with _inside(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
         module.train(load_config(module.TrainConfig, arguments, prog=script))
-
-
-@contextlib.contextmanager
-def _inside(folder: str) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
