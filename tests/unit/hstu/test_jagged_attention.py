@@ -225,7 +225,6 @@ def test_autocast_leaves_the_attention_in_the_dtype_it_is_given():
     ("lengths", "targets", "contextual", "reach", "message"),
     [
         ([6], [0], None, 12, "query has 5 tokens, the plan was made for 6"),
-        ([5], [0], None, 4, "longest row has 5 tokens, the position bias reaches 4"),
         ([5], [0], [1], 5, "longest row has 5 tokens, the position bias reaches 3"),
         ([4, 2], [0, 3], None, 12, "row 1 has 2 tokens and 3 targets"),
         ([-1], [0], None, 12, "row 0 has -1 tokens"),
@@ -245,6 +244,7 @@ def test_mistakes_are_named(lengths, targets, contextual, reach, message):
         ({"key": (8, 2, 16)}, r"key \(8, 2, 16\) and value \(4, 2, 16\); all three"),
         ({"value": (4, 2, 8)}, r"key \(4, 2, 16\) and value \(4, 2, 8\); all three"),
         ({"bias": (4, 9)}, r"bias has shape \(4, 9\), query has 2 heads"),  # was spread over rows and heads
+        ({"bias": (2, 1)}, "longest row has 2 tokens, the position bias reaches 1"),
         ({"time_bias": (1, 9)}, r"times.bias has shape \(1, 9\), query has 2 heads"),
         ({"times": (8,)}, "times has 8 values, the plan was made for 4 tokens"),
     ],
