@@ -123,7 +123,7 @@ def test_a_mistake_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("leaves", "status"), [("raise SystemExit(7)", 7), ("import sys; sys.exit('too few')", 1)])
-def test_the_status_of_the_script_is_ours(leaves, status, tmp_path, monkeypatch, capsys):
+def test_the_status_of_the_script_is_ours(leaves, status, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(leaves)
     monkeypatch.chdir(tmp_path)
     assert main(["script.py"]) == status

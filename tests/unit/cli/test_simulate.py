@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_rows(histories, asked, flags, per_item, more, 
     assert answer["lengths"]["tokens"] == pytest.approx(quantiles)
 
 
-def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, asked, told):
+def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, asked):
     answer = asked("simulate", *FLAGS, "--ranks", "8", "4")
     assert [of_ranks["ranks"] for of_ranks in answer["ranks"]] == [4, 8]
     for place in range(2):
@@ -104,7 +104,7 @@ def test_more_freedom_is_never_worse_and_slack_keeps_rows_at_home(histories, ask
     assert "8 ranks: 8 of 16 steps. There are 512 rows, 16 steps train 1,024" in answer["notes"][0]
 
 
-def test_bytes_and_milliseconds_follow_the_stated_model(histories, asked, told):
+def test_bytes_and_milliseconds_follow_the_stated_model(histories, asked):
     rates = ["--peak-tflops", "100", "--mfu", "0.5", "--link-gbps", "8", "--bytes-per-token", "16"]
     ways = ways_of(asked("simulate", *FLAGS, "--ranks", "4", "--in-order", *rates))
     plain = ways_of(asked("simulate", *FLAGS, "--ranks", "4", "--in-order"))
@@ -130,7 +130,7 @@ def test_one_sample_that_dominates_is_named_with_what_lifts_it(here, asked):
     assert not answer["notes"] and "leave it off" in answer["advice"]["text"] and answer["advice"]["options"] == ""
 
 
-def test_the_table_says_it_all(histories, asked, told):
+def test_the_table_says_it_all(histories, told):
     rates = ["--peak-tflops", "100", "--link-gbps", "8"]
     printed = told("simulate", *FLAGS, "--ranks", "4", *rates)
     for text in ("lengths.npy: 512 rows", "4 ranks × 8 rows, 16 steps:", "step ms", "exchange ms", "On 4 ranks", *WAYS):

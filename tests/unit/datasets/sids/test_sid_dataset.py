@@ -177,7 +177,7 @@ class TestLoaders:
         assert loader.dataset.vocabulary_digests == {"sids": sid_map.digest}
         assert loader.dataset.row_order == SequenceFile(generated, "ml-1m", []).metadata.row_order("user_id") != {}
 
-    def test_mistakes(self, tmp_path):
+    def test_mistakes(self):
         with pytest.raises(ValueError, match="sid_map is not given"):
             self.loader("sid-random")
         with pytest.raises(ValueError, match="dataset_path is not set"):
