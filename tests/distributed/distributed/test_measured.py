@@ -247,12 +247,10 @@ def report(shuffler, stats, factor, slow=SLOW):
     shuffler.report_step_time(load / 100 * (factor if dist.get_rank() == slow else 1.0), stats)
 
 
-def _steps(factors, state=None):
+def _steps(factors):
     """Stats of a step for each factor of the slow rank's times; no row is lost or doubled."""
     taken = []
     with closing(SquareShuffler(ShufflerOptions(speeds="measured", slack=0.0))) as shuffler:
-        if state is not None:
-            shuffler.load_state_dict(state)
         for step, factor in enumerate(factors):
             batch = rich_batch(step, [16] * 4, max_length=20)
             result = shuffler.shuffle(batch)
