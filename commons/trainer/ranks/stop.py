@@ -107,7 +107,7 @@ def keep_workers(loader: Any) -> None:
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
         loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)
         context = copy.copy(loader.multiprocessing_context or get_context())
-        context.Process = _WORKERS[context.get_start_method()]  # type: ignore[misc]  # a copy of its own
+        context.Process = _WORKERS.get(context.get_start_method(), context.Process)  # type: ignore[misc]  # of a copy
         loader.multiprocessing_context = context
 
 
