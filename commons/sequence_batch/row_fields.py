@@ -163,8 +163,7 @@ class ArrayField(RowField):
         return value[rows.numpy()]
 
     def join(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        # With a dtype, or numpy would swap the bytes of one with another byte order; "U" is as wide as the widest.
-        return np.concatenate(list(values), dtype=self.dtype if self.dtype in "US" else values[0].dtype)
+        return np.concatenate(list(values))
 
     def content(self, value: np.ndarray) -> tuple[Any, list[torch.Tensor]]:
         if value.dtype == object:

@@ -128,7 +128,7 @@ def everything(ids):
         "tensors": [dense(ids, torch.bfloat16), (nested(ids), nested(ids, 2))],
         "pair": Pair(left=jagged(ids), right="kept"),
         "arrays": OrderedDict(
-            half=np.array(ids, dtype=">f2"),
+            half=np.array(ids, dtype=np.float16),
             names=np.array([f"n{sample}" * (sample + 1) for sample in ids], dtype=str),
             objects=object_array(ids),
         ),
