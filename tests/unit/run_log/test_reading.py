@@ -90,10 +90,6 @@ def test_settings_and_summary_may_be_missing(tmp_path):
     assert RunReport(log).balancing == "balanced"
 
 
-def write(text):
-    return lambda folder: (folder / "log.jsonl").write_text(text)
-
-
 GOOD = json.dumps(LINES[0]) + "\n"
 
 

@@ -1,7 +1,6 @@
 """Plans for ranks of different speeds: the largest load ÷ speed is small, and no plan goes below the bound."""
 
 from contextlib import nullcontext
-from fractions import Fraction
 from functools import partial
 from itertools import product
 
@@ -13,14 +12,6 @@ from hypothesis import strategies as st
 from benchmarks.shared.lengths import draw
 from commons.perf_model.partitioner import partition, partition_grid
 from commons.perf_model.shuffle_plan import GatheredRows, plan_shuffle
-
-
-def slowest(workloads, assignment, speeds):
-    """What the slowest takes, in loads of the fastest, by exact arithmetic."""
-    loads = [0] * len(speeds)
-    for workload, part in zip(workloads, assignment, strict=True):
-        loads[part] += int(workload)
-    return max(Fraction(load * max(speeds), speed) for load, speed in zip(loads, speeds))
 
 
 def is_even(assignment, k):
