@@ -24,6 +24,3 @@ class Users:
 
     def items_digest(self):
         return ""
-
-    def row_order(self):
-        return {}
