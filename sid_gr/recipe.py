@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commons.datasets.gpt_sid_batch import GPTSIDBatch
+from commons.datasets.loader.resumable import stated_by
 from commons.datasets.sids.dataset import CANDIDATE, HISTORY, SIDDataset
 from commons.datasets.sids.map import SIDMap
 from commons.distributed.process_group import resolve_process_group
@@ -117,10 +118,13 @@ class SIDGRRecipe(Recipe):
     @cached_property
     def model_config(self) -> SIDGRConfig:
         """The model's own config, for the longest row of this run's data."""
+        return self._decoder_config(max(dataset.max_items for dataset in self._datasets))
+
+    @property
+    def _datasets(self) -> list[Any]:
         # Without process groups, the data as a single rank reads them; rows of the evaluation are no longer.
         loaders = self.loaders if dist.is_initialized() else (self.single_loader,)
-        datasets: list[Any] = [loader.dataset for loader in loaders if loader is not None]
-        return self._decoder_config(max(dataset.max_items for dataset in datasets))
+        return [loader.dataset for loader in loaders if loader is not None]
 
     def build_model(self) -> nn.Module:
         """The model on all ranks: the table sharded, the decoder copied to every data-parallel rank.
@@ -156,7 +160,8 @@ class SIDGRRecipe(Recipe):
         shared = asdict(self.model_config)
         for name in ("dropout", "init_method_std"):
             del shared[name]
-        return {"model": shared, "sid_map": self.sid_map.digest, **super().fingerprint()}
+        items = stated_by(self._datasets[0], "vocabulary_digests").get("items")
+        return {"model": shared, "sid_map": self.sid_map.digest, "items": items, **super().fingerprint()}
 
     def shuffler_arguments(self) -> Mapping[str, Mapping[str, Any]]:
         """Dimensions of the layers."""

@@ -51,8 +51,8 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
     ) -> None:
         if not len(histories):
             raise ValueError(f"{histories.source} has no users; a data set has at least one: check the data")
-        made_for = sid_map.options.get(ITEMS_DIGEST)
-        if made_for and (found := histories.items_digest()) not in ("", made_for):
+        made_for, found = sid_map.options.get(ITEMS_DIGEST), histories.items_digest()
+        if made_for and found not in ("", made_for):
             raise ValueError(
                 f"the map was made for items with the digest {made_for}, those of {histories.source} have {found}; an "
                 "item's id is its place among all items of a data set, so a map is valid only for the same items: make "
@@ -66,6 +66,8 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
             )
         self.sid_map = sid_map
         self.vocabulary_digests = {"sids": sid_map.digest}  # equal ids of equal items
+        if found and not made_for:  # a map of the user's does not state its items
+            self.vocabulary_digests["items"] = found
         self.max_history_length, self.max_candidate_length = max_history_length, max_candidate_length
         self.max_items = max_history_length + max_candidate_length  # maximum items of a row, including candidates
         self._histories = histories

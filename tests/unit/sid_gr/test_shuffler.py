@@ -2,12 +2,15 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
-from commons.datasets.sids.dataset import CANDIDATE, HISTORY
+from commons.datasets.sids.dataset import CANDIDATE, HISTORY, SIDDataset
+from commons.datasets.sids.map import ITEMS_DIGEST, SIDMap
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.task_estimator import SelfAttentionTask
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -16,6 +19,7 @@ from sid_gr import SIDGRBalancedBatchShuffler
 from sid_gr.model.config import SIDGRConfig
 from sid_gr.recipe import SIDGRRecipe
 from sid_gr.train_config import ModelArgs, SIDArgs, TrainConfig
+from tests.helpers.datasets.sid_users import Users
 from tests.helpers.models.calibrations import write_calibration
 from tests.helpers.models.sid_models import SIZES, make_batch
 
@@ -86,6 +90,23 @@ def test_a_checkpoint_fits_only_with_its_map():
     assert of_checkpoint(1) == of_checkpoint(1)
     different = {name for name, value in of_checkpoint(1).items() if value != of_checkpoint(2)[name]}
     assert different == {"sid_map"}
+
+
+@pytest.mark.parametrize(("stated", "different"), [({}, {"items"}), ({ITEMS_DIGEST: "films"}, set())])
+def test_a_checkpoint_fits_only_with_the_items_that_its_map_had(stated, different):
+    """A map of one's own does not state its items; a map that does is compared with the data already."""
+
+    def of_checkpoint(items_digest):
+        users = Users([[0, 1]])
+        users.items_digest = lambda: items_digest
+        sid_map = SIDMap(np.arange(2), np.array([[0, 1], [1, 0]]), (4, 4), stated)
+        recipe = SIDGRRecipe(train_config(), torch.device("cpu"))
+        dataset = SIDDataset(users, sid_map, batch_size=2, max_history_length=4)
+        recipe.sid_map, recipe.single_loader = sid_map, DataLoader(dataset)
+        return recipe.fingerprint()
+
+    films, others = of_checkpoint("films"), of_checkpoint("" if stated else "books")
+    assert {name for name, value in films.items() if value != others[name]} == different
 
 
 CLIPPED = {"optimization": OptimizationArgs(max_grad_norm=1.0)}

@@ -174,7 +174,8 @@ class TestLoaders:
         ends = np.cumsum(kept)
         last = [codes[end - count : end] for end, count in zip(ends, kept - 6)]
         assert found.tolist() == np.concatenate(last).tolist()
-        assert loader.dataset.vocabulary_digests == {"sids": sid_map.digest}
+        digests = {"sids": sid_map.digest, "items": histories.items_digest()}  # the map does not state its items
+        assert loader.dataset.vocabulary_digests == digests
         assert loader.dataset.row_order == SequenceFile(generated, "ml-1m", []).metadata.row_order("user_id") != {}
 
     def test_mistakes(self):
