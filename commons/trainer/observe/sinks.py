@@ -197,12 +197,14 @@ def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> Non
     handles = failed and threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if handles else None  # torchrun's, if a rank fails
     until = time.monotonic() + _CLOSE_SECONDS
-    for sink in sinks:
-        sink.finish(failed=failed)
-    for sink in sinks:
-        sink.wait(until)
-    if handles:
-        signal.signal(signal.SIGTERM, before)
+    try:
+        for sink in sinks:
+            sink.finish(failed=failed)
+        for sink in sinks:
+            sink.wait(until)
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None if C has set it, before Python started
 
 
 def by_rank(values: Sequence[float | None]) -> dict[str, float]:

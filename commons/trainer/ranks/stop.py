@@ -58,7 +58,7 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._handles:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)  # None if C has set it, before Python started
         if kind is None:
             self._take_result()
             if self._channel is not None:

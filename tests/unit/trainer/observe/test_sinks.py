@@ -242,6 +242,21 @@ def test_sinks_write_every_record_in_time_and_are_closed_side_by_side(monkeypatc
     assert sorted(closed) == [0, 1, 2, 3] and not caplog.records
 
 
+def test_closing_sinks_leaves_the_signal_handled_as_before(monkeypatch):
+    """After a KeyboardInterrupt too; Python has no name of a handler that C has set, and cannot set it again."""
+    monkeypatch.setattr(BackgroundSink, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+    before, sink = (
+        signal.getsignal(signal.SIGTERM),
+        BackgroundSink("mine", lambda: Sink(lambda record: None, lambda failed: None)),
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        close_sinks([sink], failed=True)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with mock.patch.object(signal, "signal", return_value=None) as handle:
+        close_sinks([], failed=True)
+    assert handle.call_args.args == (signal.SIGTERM, signal.SIG_DFL)
+
+
 def test_torchrun_does_not_end_a_failed_run_before_its_sinks():
     ended, ends = [], Sink(lambda record: None, lambda failed: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, lambda number, frame: ended.append(number))
