@@ -12,11 +12,12 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import TypeVar
 
 from commons.checks import as_boolean
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
@@ -32,8 +33,8 @@ from commons.perf_model.partitioner.inputs import as_slack
 from commons.perf_model.shuffle_plan import ShufflePlan
 from commons.sequence_batch.rows import Rows
 
-B = TypeVar("B")
-R = TypeVar("R")
+B = TypeVar("B", default=Any)
+R = TypeVar("R", default=Any)
 
 _CALL = "redistribute_balanced"  # name in messages
 

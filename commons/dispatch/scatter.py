@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
+from typing_extensions import TypeVar
 
 from commons.checks import as_boolean, as_count, take_python_scalars
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel, Piece, exchange
@@ -25,8 +26,8 @@ from commons.dispatch.widen import Padding, padding_of, trim_share
 from commons.distributed.errors import capture_error
 from commons.sequence_batch.rows import Rows
 
-B = TypeVar("B")
-R = TypeVar("R")
+B = TypeVar("B", default=Any)
+R = TypeVar("R", default=Any)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import TypeVar
 
 from commons.checks import as_boolean
 from commons.dispatch.exchange import DEFAULT_TIMEOUT, DispatchChannel
@@ -24,7 +25,7 @@ from commons.distributed.errors import capture_error
 from commons.distributed.process_group import resolve_process_group
 from commons.sequence_batch.rows import Rows
 
-B = TypeVar("B")
+B = TypeVar("B", default=Any)
 _CALL = "SingleRankLoader"
 _END = object()
 _REMEDY = "set drop_last, use a larger batch, or load batches that can state padding, as BaseBatch does"

@@ -12,16 +12,17 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import TypeVar
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, require_shuffler
 from commons.distributed.engine.window import ShuffledWindow, WindowReader
 from commons.distributed.spans import span
 from commons.distributed.stats import ShuffleStats, WindowStats
 
-B = TypeVar("B")
+B = TypeVar("B", default=Any)
 
 # Number of batches whose stats are kept, so that a program that never takes them does not run out of memory.
 _MOST_WAITING = 256

@@ -79,6 +79,13 @@ def use(batch: evenrank.HSTUBatch, own: evenrank.HSTUBalancedBatchShuffler, data
     assert_type(evenrank.scatter_balanced(batch, [1]).batch, evenrank.HSTUBatch)
     assert_type(next(iter(evenrank.SingleRankLoader([batch]))), evenrank.HSTUBatch)
     assert_type(evenrank.split_balanced(batch, 1, [1])[0], evenrank.HSTUBatch)
+    # Ranks without a batch need no annotation.
+    share, rows, loader = evenrank.scatter_balanced(None, None), evenrank.redistribute_balanced(None, None), None
+    more = share.scatter_more(None)
+    batches = evenrank.SingleRankLoader(loader)
+
+
+def name(batches: evenrank.SingleRankLoader) -> None: ...
 """
 
 
