@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing import get_context, parent_process
-from multiprocessing.context import ForkProcess, ForkServerProcess, SpawnProcess
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import FrameType, TracebackType
 from typing import Any
@@ -102,20 +102,22 @@ def keep_workers(loader: Any) -> None:
     """Make a loader's worker processes ignore SIGTERM unless their rank sends it; called before its first iteration.
 
     torchrun and clusters send SIGTERM to all processes of a rank. If it ended a worker, the rank would fail before it
-    has saved, or closed its sinks. Workers still end when their rank ends them, or has exited.
+    has saved, or closed its sinks. Workers still end when their rank ends them, or has exited. Those of a fork server
+    stay as they are, because the signal ends the server, which also serves other processes of the program.
     """
     if isinstance(loader, DataLoader) and loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _KeepWorker):
-        loader.worker_init_fn = _KeepWorker(loader.worker_init_fn)
         context = copy.copy(loader.multiprocessing_context or get_context())
-        context.Process = _WORKERS.get(context.get_start_method(), context.Process)  # type: ignore[misc]  # of a copy
-        loader.multiprocessing_context = context
+        kept = _WORKERS.get(context.get_start_method())
+        if kept is not None:
+            context.Process = kept  # type: ignore[misc]  # of a copy
+            loader.multiprocessing_context, loader.worker_init_fn = context, _KeepWorker(loader.worker_init_fn)
 
 
 class _Worker(BaseProcess):
-    """Starts with SIGTERM blocked, also in the fork server, which starts with the first worker.
+    """Starts with SIGTERM blocked: worker_init_fn would block it too late.
 
-    Without a moment in which the signal ends the worker: a spawned one imports for seconds before its worker_init_fn,
-    and a library may start a thread at a fork, as OpenTelemetry does, in which torch's handler would end the worker.
+    A spawned worker imports for seconds before, and a library may start a thread at a fork, as OpenTelemetry does, in
+    which torch's handler would end the worker.
     """
 
     def start(self) -> None:
@@ -134,30 +136,23 @@ class _SpawnWorker(_Worker, SpawnProcess):
     pass
 
 
-class _ForkServerWorker(_Worker, ForkServerProcess):
-    pass
-
-
-_WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
+_WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker}
 
 
 class _KeepWorker:
-    """A worker_init_fn that calls the user's own, then lets only the rank's SIGTERM end the worker."""
+    """A worker_init_fn that calls the user's own, and lets only the parent's SIGTERM end the worker."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        # A Python handler does not get the sender of a signal; sigwaitinfo does. Blocked here too, for a fork server
-        # that the user has started, before `then` starts threads.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_on_signal_of_rank, name="evenrank-sigterm", daemon=True).start()
+        # A Python handler does not get the sender of a signal; sigwaitinfo does.
+        threading.Thread(target=_end_on_signal_of_parent, name="evenrank-sigterm", daemon=True).start()
         if self._then is not None:
             self._then(worker)
 
 
-def _end_on_signal_of_rank() -> None:
-    rank = parent_process()  # for the system, the parent of a worker may be the fork server
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != getattr(rank, "pid", None):
+def _end_on_signal_of_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)  # as torch's own handler

@@ -2,12 +2,13 @@
 
 import functools
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
 from dataclasses import replace
-from multiprocessing import forkserver
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -80,20 +81,29 @@ def test_workers_outlive_the_signal_of_others(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker0", "worker1"]
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_do_not_fork_outlive_the_signal_from_their_start_on(method, monkeypatch):
-    server = forkserver.ForkServer()  # not one that other tests have started
-    monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
-    loader = DataLoader(list(range(4)), batch_size=None, num_workers=1, multiprocessing_context=method)
+def test_spawned_workers_outlive_the_signal_from_their_start_on():
+    loader = DataLoader(list(range(4)), batch_size=None, num_workers=1, multiprocessing_context="spawn")
     keep_workers(loader)
     batches = iter(loader)  # the worker imports for a while before its worker_init_fn
-    processes = [batches._workers[0].pid, server._forkserver_pid]
-    subprocess.run(["kill", "-TERM", *map(str, filter(None, processes))], check=True)
+    subprocess.run(["kill", "-TERM", str(batches._workers[0].pid)], check=True)
     assert list(batches) == [0, 1, 2, 3]
-    server._stop()
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_other_processes_of_the_program_end_by_the_signal():
+    """A fork server that started with the signal blocked would pass that on to a multiprocessing.Pool."""
+    loader = DataLoader([0, 1], batch_size=None, num_workers=1, multiprocessing_context="forkserver")
+    keep_workers(loader)
+    assert list(loader) == [0, 1]
+    other = get_context("forkserver").Process(target=time.sleep, args=(60,))
+    other.start()
+    other.terminate()
+    other.join(10)
+    status = other.exitcode
+    other.kill()
+    assert status == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_end_when_their_rank_says_so(method):
     loader = DataLoader(
         list(range(40)), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context=method
@@ -106,7 +116,7 @@ def test_workers_end_when_their_rank_says_so(method):
     worker.join(5)
     status = worker.exitcode
     worker.kill()
-    assert status == 0
+    assert status == (-signal.SIGTERM if method == "forkserver" else 0)
 
 
 def failed(*exits):
