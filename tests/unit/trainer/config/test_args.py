@@ -72,6 +72,10 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
             "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
         ),
         (
+            RANK_0 | {"balance_batch": True, "shuffler": ShufflerOptions(mode="off", calibration="gpu.toml")},
+            "shuffler.mode is 'off' and shuffler.calibration is 'gpu.toml'; .* balanced by operations: leave out one",
+        ),
+        (
             SAMPLER | {"shuffler": ShufflerOptions(equal_size=False)},
             "balance_sampler is True, budget_per_rank is None and shuffler.equal_size is False; .* set budget_per_rank",
         ),
