@@ -16,7 +16,6 @@ import math
 import os
 import re
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
+from commons.trainer.ranks.stop import without_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -194,17 +194,12 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 
 def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> None:
     """Close all sinks in parallel, those of a failed run with `failed`; waits at most 15 seconds in total."""
-    handles = failed and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN) if handles else None  # torchrun's, if a rank fails
     until = time.monotonic() + _CLOSE_SECONDS
-    try:
+    with without_sigterm() if failed else contextlib.nullcontext():  # torchrun's, if a rank fails
         for sink in sinks:
             sink.finish(failed=failed)
         for sink in sinks:
             sink.wait(until)
-    finally:
-        if handles:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None if C has set it, before Python started
 
 
 def by_rank(values: Sequence[float | None]) -> dict[str, float]:

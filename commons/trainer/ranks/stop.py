@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -96,6 +97,19 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = True
+
+
+@contextlib.contextmanager
+def without_sigterm() -> Iterator[None]:
+    """A context in which SIGTERM does not end this process; without effect on another thread than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None if C has set it, before Python started
 
 
 def keep_workers(loader: Any) -> None:
