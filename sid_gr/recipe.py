@@ -122,7 +122,7 @@ class SIDGRRecipe(Recipe):
 
     @property
     def _datasets(self) -> list[Any]:
-        # Without process groups, the data as a single rank reads them; rows of the evaluation are no longer.
+        # Without process groups, the data as a single rank reads them: rows of the evaluation are not longer.
         loaders = self.loaders if dist.is_initialized() else (self.single_loader,)
         return [loader.dataset for loader in loaders if loader is not None]
 

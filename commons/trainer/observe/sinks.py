@@ -195,7 +195,7 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> None:
     """Close all sinks in parallel, those of a failed run with `failed`; waits at most 15 seconds in total."""
     until = time.monotonic() + _CLOSE_SECONDS
-    with without_sigterm() if failed else contextlib.nullcontext():  # torchrun's, if a rank fails
+    with without_sigterm() if failed else contextlib.nullcontext():  # torchrun sends it if a rank fails
         for sink in sinks:
             sink.finish(failed=failed)
         for sink in sinks:
