@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from commons.run_log.files import CONFIG_FILE, TENSORBOARD_FOLDER, TRACKERS_FILE
 from commons.trainer.config.args import TrainerArgs
 from commons.trainer.config.sink_options import SinkName
 from commons.trainer.observe.meter import AVERAGED, PER_RANK
-from commons.trainer.ranks.stop import without_sigterm
+from commons.trainer.ranks.stop import sigterm_calls
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,8 @@ def open_sinks(args: TrainerArgs, first_step: int = 0) -> list[BackgroundSink]:
 def close_sinks(sinks: Sequence[BackgroundSink], *, failed: bool = False) -> None:
     """Close all sinks in parallel, those of a failed run with `failed`; waits at most 15 seconds in total."""
     until = time.monotonic() + _CLOSE_SECONDS
-    with without_sigterm() if failed else contextlib.nullcontext():  # torchrun sends it if a rank fails
+    # torchrun sends SIGTERM if a rank fails.
+    with sigterm_calls(signal.SIG_IGN) if failed else contextlib.nullcontext():
         for sink in sinks:
             sink.finish(failed=failed)
         for sink in sinks:

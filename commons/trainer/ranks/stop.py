@@ -43,7 +43,7 @@ class StopSignal:
 
     def __init__(self, enabled: bool = True, timeout: float = ShufflerOptions.timeout) -> None:
         self.agreed = False  # a rank had received the signal one step earlier; equal on all ranks after every step
-        self._handles = enabled and threading.current_thread() is threading.main_thread()
+        self._handling = sigterm_calls(self._handle) if enabled else contextlib.nullcontext()
         self._received = False
         self._num_steps = 0
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -51,15 +51,13 @@ class StopSignal:
         self._channel = _StopChannel(dist.group.WORLD, timeout, moves_rows=False, pairwise=True) if enabled else None
 
     def __enter__(self) -> StopSignal:
-        if self._handles:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._handling.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._handles:
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)  # None if C has set it, before Python started
+        self._handling.__exit__(kind, error, trace)
         if kind is None:
             self._take_result()
             if self._channel is not None:
@@ -100,12 +98,12 @@ class StopSignal:
 
 
 @contextlib.contextmanager
-def without_sigterm() -> Iterator[None]:
-    """A context in which SIGTERM does not end this process; without effect on another thread than the main one."""
+def sigterm_calls(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """A context in which SIGTERM calls `handler`; without effect on another thread than the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
@@ -123,7 +121,7 @@ def keep_workers(loader: Any) -> None:
         context = copy.copy(loader.multiprocessing_context or get_context())
         kept = _WORKERS.get(context.get_start_method())
         if kept is not None:
-            context.Process = kept  # type: ignore[misc]  # of a copy
+            context.Process = kept  # type: ignore[misc]  # to mypy, the name of a class
             loader.multiprocessing_context, loader.worker_init_fn = context, _KeepWorker(loader.worker_init_fn)
 
 

@@ -134,7 +134,10 @@ checkpoint.load(weights, checkpoint_id="checkpoints/step_00000006", no_dist=True
 metrics = recipe.metrics(model)
 for batch in open_loader("test", recipe.config.dataset, recipe.config.trainer, 3, **recipe.data_options()):
     output = model(batch)[1]
-    assert torch.equal(model.generate(batch).leaves, output.generated.leaves)
+    found = model.generate(batch)
+    assert torch.equal(found.leaves, output.generated.leaves)
+    for row in recipe.trie.sids[found.leaves].flatten(0, -2).tolist():
+        assert row in recipe.sid_map.codes.tolist()
     metrics.update(output)
 print(metrics.compute())
 """
