@@ -25,7 +25,7 @@ import torch
 
 from commons.datasets.random.distribution import STEEPEST, RandomDistribution
 from commons.datasets.sequences.event_store import sql_name
-from commons.datasets.sequences.source_files import each_once
+from commons.datasets.sequences.source_files import each_once, require_no_table
 
 _DISTRIBUTIONS = "zipf:EXPONENT:LONGEST, lognormal:MEDIAN:SIGMA or lognormal:MEDIAN:SIGMA:LONGEST"
 # Columns that make a file a histogram.
@@ -205,6 +205,8 @@ def _open(path: Path, *, with_places: bool = False) -> duckdb.DuckDBPyRelation:
     if kind not in _TYPES:
         remedy = "unpack it" if kind in _COMPRESSED else "convert it"
         raise ValueError(f"{path} is neither a {', '.join(_TYPES)} file nor a folder of parquet files: {remedy}")
+    if kind == ".parquet":
+        require_no_table(files)
     with _readable(path):
         if kind == ".parquet":
             # A file's columns are found by name, and widened where the files' types differ.

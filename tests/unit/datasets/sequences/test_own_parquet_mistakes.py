@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from commons.cli.simulate.lengths import LengthReading
 from commons.datasets.sequences.event_columns import EventColumns
 from commons.datasets.sequences.own_parquet import preprocess_parquet
 from commons.datasets.sids.histories import ParquetHistories
@@ -178,6 +179,9 @@ def test_files_of_a_table_are_not_its_rows(tmp_path, name, log):
         assert f"{table} is a table of {name}, and its files also have rows" in error_of(source)
     with pytest.raises(ValueError, match=f"is a table of {name}"):
         ParquetHistories(file, "iid", "train")
+    for source in (file, table):
+        with pytest.raises(ValueError, match=f"is a table of {name}"):
+            LengthReading(group_by="uid").find(str(source))
     (table / log).rename(tmp_path / "log")
     (table / log).parent.rmdir()
     preprocess_parquet(COLUMNS, table, tmp_path / "data")
