@@ -100,9 +100,8 @@ class SIDGRRecipe(Recipe):
         return SIDTrie(self.sid_map.codes, self.sid_map.codebook_sizes)
 
     def data_options(self) -> dict[str, Any]:
-        """The map, and for data set "sid" the column of histories in the user's file."""
-        column = {"history_column": self.config.sid.history_column}
-        return {"sid_map": self.sid_map} | (column if self.config.dataset.dataset_name == "sid" else {})
+        """The map, and the column of histories in the user's file."""
+        return {"sid_map": self.sid_map, "history_column": self.config.sid.history_column}
 
     def notes(self) -> list[str]:
         """The numbers of users and items that are affected by the limit of items per row."""

@@ -92,6 +92,11 @@ def _make_sids(
         raise ValueError(
             "sid_map is not given; batches of semantic IDs need every item's SID: load a map with SIDMap.load"
         )
+    if name != "sid" and history_column != DEFAULT_HISTORY_COLUMN:
+        raise ValueError(
+            f"history_column is {history_column!r}, dataset_name is {name!r}, whose items are known; the column is of "
+            "data set 'sid', a parquet file of your own: leave it out, or correct dataset_name"
+        )
     if num_tasks != 1:
         raise ValueError(f"num_tasks is {num_tasks}; semantic IDs have one task, the next item: leave it at 1")
     # In evaluation only the last item is a candidate, so that every user is predicted once.

@@ -185,6 +185,8 @@ class TestLoaders:
             self.loader("sid", sid_map=SID_MAP)
         with pytest.raises(ValueError, match="num_tasks is 2"):
             self.loader("sid-random", sid_map=SID_MAP, num_tasks=2)
+        with pytest.raises(ValueError, match="history_column is 'seen', dataset_name is 'sid-ml-1m', whose items are"):
+            self.loader("sid-ml-1m", sid_map=SID_MAP, dataset_path="data", history_column="seen")
 
 
 @given(users=st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=9), items=st.integers(1, 20))
