@@ -41,7 +41,7 @@ class TrainPipelineFactory:
         Args:
             name: the name for `create`.
             pipeline_class: called with `(model, optimizer, device, *, batch_shuffler, **kwargs)`. A pipeline class of
-                TorchRec, or a subclass, that takes no `batch_shuffler` is balanced when it is created.
+                TorchRec, or a subclass, that names no `batch_shuffler` is balanced when it is created.
 
         Raises:
             ValueError: the name is taken, or empty.
@@ -55,10 +55,9 @@ class TrainPipelineFactory:
             )
         if name in cls._makers:
             raise ValueError(f"pipeline {name!r} is already registered; names are unique: choose another")
-        if isinstance(pipeline_class, type) and issubclass(pipeline_class, TrainPipeline):
-            parameters = inspect.signature(pipeline_class).parameters.values()
-            if not any(each.name == "batch_shuffler" or each.kind is each.VAR_KEYWORD for each in parameters):
-                pipeline_class = functools.partial(_make_balanced, pipeline_class)
+        is_stock = isinstance(pipeline_class, type) and issubclass(pipeline_class, TrainPipeline)
+        if is_stock and "batch_shuffler" not in inspect.signature(pipeline_class).parameters:
+            pipeline_class = functools.partial(_make_balanced, pipeline_class)  # type: ignore[arg-type]
         cls._makers[name] = pipeline_class
 
     @classmethod

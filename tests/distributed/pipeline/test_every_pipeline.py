@@ -119,23 +119,27 @@ def test_pipelines_by_name():
         TrainPipelineFactory.register("none", balanced(TrainPipelineBase))
 
 
-class _OwnArguments(TrainPipelineBase):
+class _TakesAll(TrainPipelineBase):
     def __init__(self, model, optimizer, device, **kwargs):
         super().__init__(model, optimizer, device)
-        self.given = kwargs
+
+
+class _TakesAShuffler(TrainPipelineBase):
+    def __init__(self, model, optimizer, device, batch_shuffler):
+        super().__init__(model, optimizer, device)
+        self.given = batch_shuffler
 
 
 def test_a_registered_class_of_torchrec_is_balanced_and_one_that_takes_a_shuffler_is_not(monkeypatch):
     monkeypatch.setattr(TrainPipelineFactory, "_makers", {})
     mine = type("Mine", (TrainPipelineBase,), {})
     made = {}
-    for name, each in {"own": mine, "balanced": balanced(mine), "takes all": _OwnArguments}.items():
+    for name, each in {"own": mine, "balanced": balanced(mine), "all": _TakesAll, "names": _TakesAShuffler}.items():
         TrainPipelineFactory.register(name, each)
         made[name] = TrainPipelineFactory.create(name, **ARGUMENTS)
     assert type(made["own"]) is type(made["balanced"]) is balanced(mine)
-    assert type(made["takes all"]) is _OwnArguments and made["takes all"].given == {
-        "batch_shuffler": ARGUMENTS["batch_shuffler"]
-    }
+    assert type(made["all"]) is balanced(_TakesAll)  # its constructor would drop the shuffler without a message
+    assert type(made["names"]) is _TakesAShuffler and made["names"].given is ARGUMENTS["batch_shuffler"]
     TrainPipelineFactory.register("refused", INSTALLED["StagedTrainPipeline"])
     with pytest.raises(TypeError, match="StagedTrainPipeline copies batches in one of your stages"):
         TrainPipelineFactory.create("refused", **ARGUMENTS)
