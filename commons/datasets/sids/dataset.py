@@ -133,7 +133,7 @@ class SIDDataset(UserDataset[GPTSIDBatch]):
         unknown: list[str] = []
         for users, lengths, items in history_chunks(self._histories):
             found.append(lengths)
-            missing = np.flatnonzero(self.sid_map.rows_of(items) < 0)
+            missing = np.flatnonzero(~np.isin(items, self.sid_map.item_ids))
             num_unknown += missing.size
             owners = np.repeat(users, lengths)[missing[:_SHOWN]]
             unknown += [f"item {items[index]} of user {user}" for index, user in zip(missing[:_SHOWN], owners)]

@@ -103,9 +103,12 @@ class SIDMap:
         return hashlib.blake2b(b"".join(part.tobytes() for part in content), digest_size=8).hexdigest()
 
     def rows_of(self, item_ids: np.ndarray) -> np.ndarray:
-        """The row of `codes` of each item, −1 for an unknown item: int64 `(n,)` for int64 `(n,)`."""
+        """The row of `codes` of each item: int64 `(n,)` for int64 `(n,)`. KeyError for an item without a SID."""
         rows = np.searchsorted(self.item_ids, item_ids).clip(max=self.num_items - 1)
-        return np.where(self.item_ids[rows] == item_ids, rows, -1)
+        unknown = np.asarray(item_ids)[self.item_ids[rows] != item_ids]
+        if unknown.size:
+            raise KeyError(f"{unknown.size} items have no SID, the first ones {_first(unknown)}: make the map again")
+        return rows
 
     @classmethod
     def load(cls, path: str | Path, codebook_sizes: Sequence[int]) -> SIDMap:

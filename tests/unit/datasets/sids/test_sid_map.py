@@ -43,6 +43,9 @@ class TestFiles:
         np.save(tmp_path / "sids.npy", CODES.astype(np.int32))
         loaded = SIDMap.load(tmp_path / "sids.npy", [3, 2])
         assert loaded.item_ids.tolist() == [0, 1, 2, 3] and loaded.codes.dtype == np.int64
+        assert loaded.rows_of(np.array([3, 0, 3])).tolist() == [3, 0, 3]
+        with pytest.raises(KeyError, match="2 items have no SID, the first ones 4, -1"):  # not the last item's row
+            loaded.rows_of(np.array([4, 1, -1]))
 
     def test_a_failed_save_leaves_what_was_there(self, tmp_path):
         path = tmp_path / "sids.parquet"
