@@ -12,11 +12,6 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
-        )
         from megatron.core.models.gpt.gpt_layer_specs import (
             HAVE_TE,
             get_gpt_layer_local_spec,
@@ -33,13 +28,10 @@ except ImportError as error:
 
 __all__ = [
     "HAVE_TE",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
     "ModuleSpec",
     "PackedSeqParams",
     "TransformerBlock",
     "TransformerConfig",
-    "finalize_model_grads",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "parallel_state",

@@ -60,11 +60,11 @@ def generate_without_cache(model: SIDGRModel, batch: GPTSIDBatch) -> GeneratedIt
             repeated.batch_size,
         )
         whole = dataclasses.replace(repeated, features=features, labels=None)
-        embeddings, layout = model.embedding(features), model.decoder.lay_out(whole)
+        embeddings, layout = model.embedding(features), model.dense.lay_out(whole)
         history, candidates = (embeddings[name].values() for name in names)
-        hidden = model.decoder.encode(history, candidates, layout)
+        hidden = model.dense.encode(history, candidates, layout)
         predicting = layout.predicting.view(-1, hierarchies)[:, hierarchy]
-        return model.decoder.logits(hidden[predicting], hierarchy).unflatten(0, (len(rows), num_beams))
+        return model.dense.logits(hidden[predicting], hierarchy).unflatten(0, (len(rows), num_beams))
 
     def next_logits(hierarchy: int, codes: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
         nonlocal items

@@ -11,7 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -42,7 +42,7 @@ def shard_model(
     embedding_lr: float = 0.01,
     sharding: Mapping[str, Sharding | None] | Sharding | None = None,
     local_world_size: int | None = None,
-    data_parallel_wrapper: DataParallelWrapper | None = None,
+    data_parallel_group: dist.ProcessGroup | None = None,
 ) -> DistributedModelParallel:
     """Shard the tables of a model and copy the rest to every rank.
 
@@ -62,8 +62,8 @@ def shard_model(
             `dense_parameters`; not on CPU), None (TorchRec's planner chooses between the first two). On
             CPU, a table with too few rows for all ranks is then table_wise.
         local_world_size: ranks per host; None for torchrun's number or, without torchrun, all ranks.
-        data_parallel_wrapper: copies the other parameters to every rank and averages their gradients; None for torch's
-            DistributedDataParallel, which starts from rank 0's weights.
+        data_parallel_group: ranks over which torch's DistributedDataParallel averages the gradients of the other
+            parameters, which begin as those of its first rank; None for all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -107,8 +107,20 @@ def shard_model(
         device=device,
         plan=planner.collective_plan(model, [sharder], dist.group.WORLD),
         sharders=[sharder],
-        data_parallel_wrapper=data_parallel_wrapper,
+        data_parallel_wrapper=None if data_parallel_group is None else _WithinGroup(data_parallel_group),
     )
+
+
+class _WithinGroup(DefaultDataParallelWrapper):
+    """TorchRec's default wrapper, for the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap everything that is not sharded."""
+        super().wrap(dmp, ShardingEnv.from_process_group(self._group), device)
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

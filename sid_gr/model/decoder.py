@@ -157,9 +157,9 @@ class SIDDecoder(nn.Module):
         return self._apply_layers(tokens, CausalRows(layout=layout, cache=cache))
 
     def _apply_layers(self, tokens: torch.Tensor, pattern: CausalRows | BeamStep) -> torch.Tensor:
-        if tokens.shape[0] == 0:
-            return tokens  # still in the graph, so that the table's backward pass runs on all ranks
         layers = self.get_submodule(self._layers)
+        if tokens.shape[0] == 0:  # all weights stay in the graph, because all ranks average their gradients
+            return tokens + 0 * torch.stack([each.sum() for each in layers.parameters()]).sum()
         return layers(tokens.unsqueeze(1), None, packed_seq_params=pattern).squeeze(1)
 
     def logits(self, hidden: torch.Tensor, hierarchy: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -79,8 +78,8 @@ class SIDGRModel(nn.Module):
     """A GPT-style decoder of semantic IDs.
 
     In training its output is the loss; in evaluation mode it also generates the likeliest items of every row. The table
-    is in `embedding`, which DistributedModelParallel shards; all other layers are in `dense`, which megatron-core's
-    DistributedDataParallel copies to every rank.
+    is in `embedding`, which DistributedModelParallel shards; all other layers are in `dense`, which it copies to every
+    rank.
 
     Args:
         config: dimensions of the model.
@@ -120,13 +119,7 @@ class SIDGRModel(nn.Module):
         self.embedding = CodeEmbedding(
             feature_names, sum(config.codebook_sizes), config.hidden_size, device=embedding_device
         )
-        self.dense: nn.Module = SIDDecoder(config, pg_group)
-
-    @property
-    def decoder(self) -> SIDDecoder:
-        """The decoder, without its data-parallel wrapper."""
-        dense = self.dense
-        return dense if isinstance(dense, SIDDecoder) else cast(SIDDecoder, dense.module)
+        self.dense = SIDDecoder(config, pg_group)
 
     def forward(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
         """The loss of a batch, and the other results of the step: in evaluation mode with a trie a GenerationOutput.
@@ -140,7 +133,7 @@ class SIDGRModel(nn.Module):
         if self.training or self.trie is None:
             return self.dense(embeddings, batch)
         layout, hidden, generated = self._generate(embeddings, batch)
-        loss, output = self.decoder.loss(hidden, layout, batch)
+        loss, output = self.dense.loss(hidden, layout, batch)
         lengths = batch.code_lengths(batch.candidate_feature_name)[: layout.num_rows]
         codes = candidate_codes(batch, layout.predicting.numel())
         leaves, number = self.trie.lookup(codes), codes.unique(dim=0, return_inverse=True)[1]
@@ -168,7 +161,7 @@ class SIDGRModel(nn.Module):
     ) -> tuple[TokenLayout, torch.Tensor, GeneratedItems]:
         """The layout of a batch, its hidden states, and the items of beam search, in the order of the batch's rows."""
         assert self.trie is not None  # noqa: S101  checked by the callers
-        decoder = self.decoder
+        decoder = self.dense
         layout = decoder.lay_out(batch, generates=True)
         cache = DecodingCache(layout)
         history, candidates = (
