@@ -1,8 +1,9 @@
 """The `evenrank` command.
 
-To add a subcommand: write a file with a dataclass whose fields are the arguments, whose docstring is the help and whose
-`run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None for 0; a user's mistake is a
-ValueError, KeyError or OSError. A class method `defaults(argv)` may return an object whose values are the defaults.
+To add a subcommand: write a file with a dataclass whose fields are the arguments, described by comments, whose
+docstring is the help and whose `run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None
+for 0; a user's mistake is a ValueError, KeyError or OSError. A class method `defaults(argv)` may return an object whose
+values are the defaults.
 Only the module of the running command is imported, because importing torch takes seconds and some commands do not need
 it.
 """
@@ -56,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; `argv` is without the name of the program, None for the process's arguments.
 
     Returns the exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the
-    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand
-    other than `doctor`, which Ctrl-C ends at once.
+    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand.
     """
     status = None
     accept_all_text()
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = _parse(arguments)
                 _quiet_torch()
             if command is not None:
-                # doctor, which writes no file, would report an interrupted import as a broken package.
-                with _on_ctrl_c(signal.SIG_DFL) if arguments[0] == "doctor" else _interruptible():
+                with _on_ctrl_c(signal.default_int_handler):
                     status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -100,24 +99,6 @@ def _quiet_torch() -> None:
     for handler in logging.getLogger("torch").handlers:
         if type(handler) is logging.StreamHandler:  # torch's own handler, and not those that pytest adds
             handler.setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt, also where an import in the block turns it into another error."""
-    interrupts: list[int] = []
-
-    def interrupt(signum: int, frame: Any) -> None:
-        interrupts.append(signum)
-        raise KeyboardInterrupt
-
-    with _on_ctrl_c(interrupt):
-        try:
-            yield
-        except Exception as error:
-            if interrupts:
-                raise KeyboardInterrupt from error
-            raise
 
 
 @contextlib.contextmanager
