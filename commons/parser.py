@@ -1,8 +1,7 @@
 """Arguments of programs, parsed by tyro, whose errors, help and boolean flags are changed here.
 
 - A mistake is a ValueError of one line instead of a box.
-- The help is wrapped at the width of the terminal, without the line breaks of docstrings, and has no colours if
-  NO_COLOR is set.
+- The description in the help is wrapped at the width of the terminal, and the help has no colours if NO_COLOR is set.
 - A boolean flag may have a value, such as `--trainer.shuffle-eval False`. tyro turns a boolean field into the pair
   `--shuffle-eval` and `--no-shuffle-eval`, which take no value. Users give a value nevertheless, because boolean fields
   that may be None, such as `--model.compile False`, need one.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import itertools
 import re
 import shutil
 import sys
@@ -27,7 +25,6 @@ from commons.console import one_line
 
 C = TypeVar("C")
 _VALUES = {"true": True, "false": False}
-_TEXT_BORDER = re.compile("│ {7,}(?=[^ ])")  # before the text of an option
 
 
 def parse_arguments(config_class: type[C], argv: Sequence[str], prog: str, **options: Any) -> C | None:
@@ -132,41 +129,7 @@ def wrapped_help(text: str, width: int | None = None) -> str:
     for line in description.split("\n"):
         fits = len(line) <= width or line.startswith((" ", "\x1b"))
         lines += [line] if fits else textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + _without_breaks(box + rest)
-
-
-def _indentation(line: Any) -> int:
-    """Where the text of an option begins in a line that has nothing else; 0 for other lines."""
-    found = _TEXT_BORDER.match(line.plain)
-    return found.end() if found else 0
-
-
-def _without_breaks(boxes: str) -> str:
-    """Join and wrap the lines of each option's text in tyro's boxes: tyro keeps the line breaks of a docstring.
-
-    >>> print(_without_breaks("│ --ranks INT      │\\n│       Numbers    │\\n│       of ranks.  │"))
-    │ --ranks INT      │
-    │       Numbers of │
-    │       ranks.     │
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    output = io.StringIO()
-    console = Console(file=output, color_system="standard")
-    lines = [Text.from_ansi(line) for line in boxes.split("\n")]
-    if any("││" in line.plain or line.cell_len != len(line) for line in lines):  # boxes side by side, wide characters
-        return boxes
-    for left, group in itertools.groupby(lines, _indentation):
-        parts = list(group)
-        if left:
-            right = len(parts[0]) - 2
-            text = Text(" ").join(line[left : len(line.plain[:right].rstrip())] for line in parts)
-            wrapped = text.wrap(console, right - left, justify="left")
-            parts = [parts[0][:left] + part + parts[0][right:] for part in wrapped]
-        for part in parts:
-            console.print(part, soft_wrap=True, highlight=False)
-    return output.getvalue().removesuffix("\n")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + box + rest
 
 
 def without_boolean_values(

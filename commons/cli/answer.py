@@ -72,14 +72,9 @@ class Answer:
 class AnswerOutputs:
     """The outputs of an answer; a table on the terminal by default."""
 
-    html: Path | None = None
-    """Write the results to this .html file, a page with pictures that needs no network."""
-
-    figure: Path | None = None
-    """Draw the pictures into this .png, .svg or .pdf file."""
-
-    json: bool = False
-    """Print JSON instead of a table."""
+    html: Path | None = None  # write the results to this .html file, a page with pictures that needs no network
+    figure: Path | None = None  # draw the pictures into this .png, .svg or .pdf file
+    json: bool = False  # print JSON instead of a table
 
     def require(self, inputs: Mapping[str, Path | None]) -> None:
         """Raise ValueError for a wrong file ending; other errors as for `require_output`."""

@@ -30,32 +30,17 @@ class Calibrate:
       evenrank calibrate --config my.toml --model my_package --device cuda --output h200.toml
     """
 
-    config: Path
-    """The TOML or YAML file of a training run: model, data set and batch size."""
-
-    output: Path
-    """The calibration to write, a small TOML file."""
-
+    config: Path  # the TOML or YAML file of a training run: model, data set and batch size
+    output: Path  # the calibration to write, a small TOML file
+    # Package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs.
     model: str | None = None
-    """Package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs."""
-
+    # Number of ranks of the training run, if the config has a global_batch_size, which they share.
     ranks: int | None = None
-    """Number of ranks of the training run, if the config has a global_batch_size, which they share."""
-
-    num_mixes: int = 80
-    """Number of batches, of different sizes and lengths; every fourth is held out of the fit."""
-
-    repeats: int = 5
-    """How often each batch is measured."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to measure on; auto: a GPU if there is one, else the CPU."""
-
-    threads: int = 1
-    """Number of threads on the CPU; in training, a rank on the CPU has one."""
-
-    seed: int = 0
-    """Seed of the random batches."""
+    num_mixes: int = 80  # number of batches, of different sizes and lengths; every fourth is held out of the fit
+    repeats: int = 5  # how often each batch is measured
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device to measure on; auto: a GPU if there is one, else the CPU
+    threads: int = 1  # number of threads on the CPU; in training, a rank on the CPU has one
+    seed: int = 0  # seed of the random batches
 
     def run(self) -> None:
         """Measure, fit, save, and print the quality of the fit."""

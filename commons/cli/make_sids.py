@@ -37,29 +37,16 @@ class MakeSids:
       evenrank make-sids parquet --source histories.parquet --output sids.parquet --codebook-sizes 256 256 256
     """
 
+    # A data set of `evenrank preprocess`; parquet for your own, or for a parquet file with lists of item ids.
     dataset_name: tyro.conf.Positional[DatasetName]
-    """A data set of `evenrank preprocess`; parquet for your own, or for a parquet file with lists of item ids."""
-
-    source: Path
-    """The folder of the preprocessed data set, or a parquet file."""
-
-    output: Path
-    """The map to write, a .parquet file."""
-
+    source: Path  # the folder of the preprocessed data set, or a parquet file
+    output: Path  # the map to write, a .parquet file
+    # Number of codes of each hierarchy, coarsest first; at most 65,536, or the number of items if that is more.
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
-    """Number of codes of each hierarchy, coarsest first; at most 65,536, or the number of items if that is more."""
-
-    vector_size: int = 64
-    """Width of the item vectors that are quantised, at most 1,024."""
-
-    window: int = 10
-    """Items of a history co-occur if their positions differ by at most this number."""
-
-    history_column: str = DEFAULT_HISTORY_COLUMN
-    """The list column of a parquet file; not used for other data sets."""
-
-    seed: int = 0
-    """Random seed; equal seeds give equal maps."""
+    vector_size: int = 64  # width of the item vectors that are quantised, at most 1,024
+    window: int = 10  # items of a history co-occur if their positions differ by at most this number
+    history_column: str = DEFAULT_HISTORY_COLUMN  # the list column of a parquet file; not used for other data sets
+    seed: int = 0  # random seed; equal seeds give equal maps
 
     def run(self) -> None:
         """Make the map, then print a summary."""

@@ -61,22 +61,15 @@ class Observe:
       python -m evenrank.observe --report --html observed.html
     """
 
-    folder: Path = Path("observed")
-    """The folder for the ranks' records, shared by all ranks."""
-
-    report: bool = False
-    """Report on the records in the folder, without running a script."""
-
-    window: tuple[int, ...] = (2, 4, 8)
-    """Windows to simulate, as numbers of batches."""
-
+    folder: Path = Path("observed")  # the folder for the ranks' records, shared by all ranks
+    report: bool = False  # report on the records in the folder, without running a script
+    window: tuple[int, ...] = (2, 4, 8)  # windows to simulate, as numbers of batches
+    # The cost of a row.
     of_cost: Annotated[RowCost, tyro.conf.arg(name="cost"), tyro.conf.OmitArgPrefixes] = field(
         default_factory=lambda: RowCost(task="tokens")
     )
-    """The cost of a row."""
-
+    # Where rank 0 prints or writes the report.
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where rank 0 prints or writes the report."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

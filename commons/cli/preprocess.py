@@ -40,26 +40,17 @@ class Preprocess:
     more, unpack it and pass the folder. A line may have at most 1 MiB, and a file of users or movies 256 MiB.
     """
 
+    # The data set; parquet for your own files, with one row per event, or one row per user with lists.
     dataset_name: tyro.conf.Positional[DatasetName]
-    """The data set; parquet for your own files, with one row per event, or one row per user with lists."""
-
+    # The archive as published (ml-1m.zip) or its unpacked folder; for parquet, a file or a folder of files.
     source: Path
-    """The archive as published (ml-1m.zip) or its unpacked folder; for parquet, a file or a folder of files."""
-
-    output: Path
-    """Folder for the data set, created if missing."""
-
-    test_fraction: float = 0.1
-    """Expected fraction of users in the test split."""
-
-    seed: int = 0
-    """Seed of the split."""
-
+    output: Path  # folder for the data set, created if missing
+    test_fraction: float = 0.1  # expected fraction of users in the test split
+    seed: int = 0  # seed of the split
+    # For your own files: the columns of users, items, times, …
     columns: EventColumns = field(default_factory=EventColumns)
-    """For your own files: the columns of users, items, times, …"""
-
+    # A training config whose [dataset.columns] names the columns; give it instead of --columns.
     config: Path | None = None
-    """A training config whose [dataset.columns] names the columns; give it instead of --columns."""
 
     def run(self) -> None:
         """Preprocess, then print a summary."""

@@ -57,11 +57,10 @@ class Report:
       evenrank report runs/train --json
     """
 
+    # Folders of runs; the others are compared with the first.
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help_behavior_hint="(one or more)")]
-    """Folders of runs; the others are compared with the first."""
-
+    # Where the report is printed or written.
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where the report is printed or written."""
 
     def run(self) -> None:
         """Read, compute, print, draw."""

@@ -19,25 +19,17 @@ class MicroBatchSpec:
         ValueError: a value outside its range, or an unknown name.
     """
 
-    n_mbs: int = 1
-    """Fewest micro-batches; n_mbs_divisor, max_tokens_per_mb or another rank may require more."""
-
+    n_mbs: int = 1  # fewest micro-batches; n_mbs_divisor, max_tokens_per_mb or another rank may require more
+    # Number of neighbouring rows that stay together, such as the answers to one prompt (GRPO) or a preference pair.
     granularity: int = 1
-    """Number of neighbouring rows that stay together, such as the answers to one prompt (GRPO) or a preference pair."""
-
-    max_tokens_per_mb: int | None = None
-    """Most tokens of a micro-batch; None for no limit."""
-
-    n_mbs_divisor: int = 1
-    """The number of micro-batches is a multiple of it, as interleaved pipeline schedules require."""
-
+    max_tokens_per_mb: int | None = None  # most tokens of a micro-batch; None for no limit
+    n_mbs_divisor: int = 1  # the number of micro-batches is a multiple of it, as interleaved pipeline schedules require
+    # Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (the fewest micro-batches,
+    # evenly filled).
     packing_algorithm: str = "ffd"
-    """Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (the fewest
-    micro-batches, evenly filled)."""
-
+    # Order of the micro-batches: "heaviest_first", so that memory peaks in the first one and all ranks go from heavy to
+    # light together, or "light_ends", so that a pipeline fills and drains with light ones.
     order: Order = "heaviest_first"
-    """Order of the micro-batches: "heaviest_first", so that memory peaks in the first one and all ranks go from heavy
-    to light together, or "light_ends", so that a pipeline fills and drains with light ones."""
 
     def __post_init__(self) -> None:
         take_python_scalars(self)

@@ -32,35 +32,19 @@ class RowCost:
 
     _remedy: ClassVar[str] = ""  # another remedy for rows that are too long
 
+    # The cost of a row: operations of HSTU or transformer layers (SID-GR, language models), or tokens.
     task: Literal["hstu", "transformer", "tokens"] = "hstu"
-    """The cost of a row: operations of HSTU or transformer layers (SID-GR, language models), or tokens."""
-
-    hidden_size: int = 256
-    """Width of the model."""
-
-    num_heads: int = 4
-    """Number of attention heads."""
-
-    head_dim: int = 64
-    """Width of a head."""
-
-    num_layers: int = 8
-    """Number of layers."""
-
-    value_dim: int | None = None
-    """With --task hstu: width of a head of u and v; None for --head-dim."""
-
+    hidden_size: int = 256  # width of the model
+    num_heads: int = 4  # number of attention heads
+    head_dim: int = 64  # width of a head
+    num_layers: int = 8  # number of layers
+    value_dim: int | None = None  # with --task hstu: width of a head of u and v; None for --head-dim
+    # With --task hstu: the output projection reads [u, x, y], as in generative-recommenders, instead of only y.
     concat_ux: bool = False
-    """With --task hstu: the output projection reads [u, x, y], as in generative-recommenders, instead of only y."""
-
+    # With --task hstu: largest distance over which tokens attend to each other; None for no window.
     max_attn_len: int | None = None
-    """With --task hstu: largest distance over which tokens attend to each other; None for no window."""
-
-    tokens_per_item: int = 1
-    """Tokens that the model computes per unit of length; 2 for HSTU with interleaved actions."""
-
-    extra_tokens: int = 0
-    """Additional tokens of every row, such as its context."""
+    tokens_per_item: int = 1  # tokens that the model computes per unit of length; 2 for HSTU with interleaved actions
+    extra_tokens: int = 0  # additional tokens of every row, such as its context
 
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
@@ -108,26 +92,15 @@ class LengthOptions(RowCost, LengthReading):
 
     _remedy: ClassVar[str] = ", or cut rows by --max-length"
 
-    batch_size: int = 32
-    """Rows per rank in a step."""
-
-    max_length: int | None = None
-    """Rows are cut to this length; None for no limit."""
-
-    seed: int = 0
-    """Seed of the random order and of draws from a distribution."""
-
-    bytes_per_token: int = 8
-    """Bytes that are sent per token: 8 for an ID, 16 with an action or a time."""
-
+    batch_size: int = 32  # rows per rank in a step
+    max_length: int | None = None  # rows are cut to this length; None for no limit
+    seed: int = 0  # seed of the random order and of draws from a distribution
+    bytes_per_token: int = 8  # bytes that are sent per token: 8 for an ID, 16 with an action or a time
+    # Peak rate of a device, in 10^12 operations per second; adds milliseconds to the table.
     peak_tflops: float | None = None
-    """Peak rate of a device, in 10^12 operations per second; adds milliseconds to the table."""
-
-    mfu: float = 0.4
-    """The fraction of --peak-tflops that training reaches, above 0 and at most 1."""
-
+    mfu: float = 0.4  # the fraction of --peak-tflops that training reaches, above 0 and at most 1
+    # The rate at which a rank sends, in 10^9 bits per second; adds the milliseconds of the exchange to the table.
     link_gbps: float | None = None
-    """The rate at which a rank sends, in 10^9 bits per second; adds the milliseconds of the exchange to the table."""
 
     def given(self) -> list[str]:
         """Flags of the options that differ from their defaults."""
@@ -219,34 +192,24 @@ class Simulate:
           --shuffler.calibration h200.toml
     """
 
-    config: Path | None = None
-    """The TOML or YAML file of a training run: model, data set and batch size."""
-
+    config: Path | None = None  # the TOML or YAML file of a training run: model, data set and batch size
+    # A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution.
     lengths: str | None = None
-    """A parquet, csv, npy or jsonl file of lengths or of a histogram (columns length and count), or a distribution."""
-
+    # With --config: package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs.
     model: str | None = None
-    """With --config: package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs."""
-
-    ranks: tuple[int, ...] = (8, 16, 64)
-    """Numbers of ranks to simulate."""
-
+    ranks: tuple[int, ...] = (8, 16, 64)  # numbers of ranks to simulate
+    # Number of steps to plan; fewer if the data have fewer rows. None: 50, with --lengths 128.
     steps: int | None = None
-    """Number of steps to plan; fewer if the data have fewer rows. None: 50, with --lengths 128."""
-
+    # Numbers of batches of every rank that are planned together. None: the config's; with --lengths 2, 4 and 8.
     window: tuple[int, ...] | None = None
-    """Numbers of batches of every rank that are planned together. None: the config's; with --lengths 2, 4 and 8."""
-
+    # With --config: how batches are balanced, by default as the config's [trainer.shuffler] says.
     shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
-    """With --config: how batches are balanced, by default as the config's [trainer.shuffler] says."""
-
+    # With --lengths: how lengths are read, and the cost of a row.
     of_lengths: Annotated[LengthOptions, tyro.conf.arg(name="--lengths"), tyro.conf.OmitArgPrefixes] = field(
         default_factory=LengthOptions
     )
-    """With --lengths: how lengths are read, and the cost of a row."""
-
+    # Where the results are printed or written.
     of_output: Annotated[AnswerOutputs, tyro.conf.arg(name="output"), tyro.conf.OmitArgPrefixes] = ON_TERMINAL
-    """Where the results are printed or written."""
 
     @classmethod
     def defaults(cls, argv: Sequence[str]) -> Simulate:

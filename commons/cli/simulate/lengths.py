@@ -49,17 +49,12 @@ class Lengths(NamedTuple):
 class LengthReading:
     """Options for reading lengths from a file."""
 
+    # The column of lengths, or of lists whose items are counted; None if the file has one column.
     column: str | None = None
-    """The column of lengths, or of lists whose items are counted; None if the file has one column."""
-
+    # The column of users in a file of events: a user's length is the number of events. None: the file has lengths.
     group_by: str | None = None
-    """The column of users in a file of events: a user's length is the number of events. None: the file has lengths."""
-
-    in_order: bool = False
-    """Load rows in the order of the file, instead of in a random order."""
-
-    with_replacement: bool = False
-    """Draw rows as often as needed, if the file is a sample of more data."""
+    in_order: bool = False  # load rows in the order of the file, instead of in a random order
+    with_replacement: bool = False  # draw rows as often as needed, if the file is a sample of more data
 
     def find(self, source: str) -> Lengths:
         """Lengths of a parquet, csv, npy or jsonl file, a folder of parquet files, or a distribution ("zipf:1.2:4096").

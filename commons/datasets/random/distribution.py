@@ -125,23 +125,15 @@ class LengthDistribution:
         4096
     """
 
+    # Kind of distribution; see RandomDistribution.
     dist_type: Literal["lognormal", "zipf", "normal", "uniform"] = "lognormal"
-    """Kind of distribution; see RandomDistribution."""
-
-    low: int = 1
-    """Minimum number of items per row."""
-
+    low: int = 1  # minimum number of items per row
+    # Maximum number of items per row; None for the data set's maximum. Longer draws are cut to it.
     high: int | None = None
-    """Maximum number of items per row; None for the data set's maximum. Longer draws are cut to it."""
-
-    mean: float | None = None
-    """Mean of normal and lognormal lengths; None for a quarter of the data set's maximum."""
-
-    std: float | None = None
-    """Standard deviation of normal and lognormal lengths; None for the mean."""
-
+    mean: float | None = None  # mean of normal and lognormal lengths; None for a quarter of the data set's maximum
+    std: float | None = None  # standard deviation of normal and lognormal lengths; None for the mean
+    # Exponent of Zipf lengths, above 1: a row has low + k items with probability ∝ (k + 1)^-alpha.
     alpha: float | None = None
-    """Exponent of Zipf lengths, above 1: a row has low + k items with probability ∝ (k + 1)^-alpha."""
 
     def __post_init__(self) -> None:
         if self.mean is not None and self.mean < 0:  # checked first, because the mean is the default of std

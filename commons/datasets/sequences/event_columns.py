@@ -31,26 +31,18 @@ class EventColumns:
     from the files' own. TypeError for one string as actions or context, ValueError for an unknown unit.
     """
 
-    user: str | None = None
-    """Column of users: integers or strings."""
-
-    item: str | None = None
-    """Column of items: integers or strings; lists of them if a row is a user."""
-
+    user: str | None = None  # column of users: integers or strings
+    item: str | None = None  # column of items: integers or strings; lists of them if a row is a user
+    # Column of times by which a user's events are sorted: timestamps, dates or numbers since 1970. Lists without times
+    # must be sorted, oldest first.
     time: str | None = None
-    """Column of times by which a user's events are sorted: timestamps, dates or numbers since 1970. Lists without times
-    must be sorted, oldest first."""
-
-    time_unit: Literal["s", "ms", "us", "ns"] = "s"
-    """Unit of numbers in the time column."""
-
+    time_unit: Literal["s", "ms", "us", "ns"] = "s"  # unit of numbers in the time column
+    # What users did with an item: columns of 0 and 1, or conditions such as "rating >= 4" and "event == buy", which are
+    # false for a null. The history has all actions; ranking predicts the first dataset.num_tasks actions.
     actions: tuple[str, ...] | None = None
-    """What users did with an item: columns of 0 and 1, or conditions such as "rating >= 4" and "event == buy", which
-    are false for a null. The history has all actions; ranking predicts the first dataset.num_tasks actions."""
-
+    # Columns of contextual features, one token each: integers, strings or booleans; the value of a user's latest event
+    # counts. The column of users may be one of them; evaluation is of other users, whose embeddings are not trained.
     context: tuple[str, ...] | None = None
-    """Columns of contextual features, one token each: integers, strings or booleans; the value of a user's latest event
-    counts. The column of users may be one of them; evaluation is of other users, whose embeddings are not trained."""
 
     def __post_init__(self) -> None:
         require_field_types(self)

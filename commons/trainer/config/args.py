@@ -61,130 +61,83 @@ class TrainerArgs:
     one epoch.
     """
 
-    train_batch_size: int
-    """Rows per batch and rank in training."""
-
-    eval_batch_size: int
-    """Rows per batch and rank in evaluation."""
-
-    num_epochs: int | None = None
-    """Epochs to train; None for the number that max_train_iters needs."""
-
+    train_batch_size: int  # rows per batch and rank in training
+    eval_batch_size: int  # rows per batch and rank in evaluation
+    num_epochs: int | None = None  # epochs to train; None for the number that max_train_iters needs
+    # Steps to train; None for no limit. Rows, with schedule_in "rows": the step that reaches the limit is the last.
     max_train_iters: int | None = None
-    """Steps to train; None for no limit. Rows, with schedule_in "rows": the step that reaches the limit is the last."""
-
+    # Steps between evaluations; a last evaluation follows the last step. Rows, with schedule_in "rows".
     eval_interval: int = 100
-    """Steps between evaluations; a last evaluation follows the last step. Rows, with schedule_in "rows"."""
-
+    # Batches of an evaluation on every rank, so more ranks evaluate more rows; None for all rows of the data set, with
+    # any number of ranks.
     max_eval_iters: int | None = None
-    """Batches of an evaluation on every rank, so more ranks evaluate more rows; None for all rows of the data set,
-    with any number of ranks."""
-
-    log_interval: int = 100
-    """Steps between lines of log.jsonl; a checkpoint and the end of the run write one too."""
-
+    log_interval: int = 100  # steps between lines of log.jsonl; a checkpoint and the end of the run write one too
+    # Folder for log.jsonl, traces and the logs of failed ranks, created if missing. A folder that already contains a
+    # run is an error, unless this run continues that run (ckpt_load_dir).
     run_dir: str = "runs/train"
-    """Folder for log.jsonl, traces and the logs of failed ranks, created if missing. A folder that already contains a
-    run is an error, unless this run continues that run (ckpt_load_dir)."""
-
-    overwrite: bool = False
-    """Remove the run in run_dir and start a new run; checkpoints are kept."""
-
-    seed: int = 1234
-    """Seed of weights, dropout and the order of the data."""
-
+    overwrite: bool = False  # remove the run in run_dir and start a new run; checkpoints are kept
+    seed: int = 1234  # seed of weights, dropout and the order of the data
+    # Device of the ranks; "auto" uses GPUs if every rank can have its own GPU, else the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks; "auto" uses GPUs if every rank can have its own GPU, else the CPU."""
-
+    # Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA.
     pipeline_type: str = "native"
-    """Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA."""
-
+    # Balance the work of the ranks in every training batch: the shuffler exchanges rows between ranks.
     enable_balanced_shuffler: bool = False
-    """Balance the work of the ranks in every training batch: the shuffler exchanges rows between ranks."""
-
-    shuffle_eval: bool = False
-    """Balance evaluation batches too."""
-
-    shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)
-    """Options of the shuffler."""
-
+    shuffle_eval: bool = False  # balance evaluation batches too
+    shuffler: ShufflerOptions = field(default_factory=ShufflerOptions)  # options of the shuffler
+    # Accumulation, clipping and the schedule of learning rates.
     optimization: OptimizationArgs = field(default_factory=OptimizationArgs)
-    """Accumulation, clipping and the schedule of learning rates."""
-
+    # Beam width of generative models: the number of items that they generate for every user.
     top_k_for_generation: int = 10
-    """Beam width of generative models: the number of items that they generate for every user."""
-
+    # Evaluation metrics of retrieval and generation: HR@K (or HitRate@K) and NDCG@K; for generation also Recall@K.
     eval_metrics: tuple[str, ...] = ("HitRate@2", "NDCG@10")
-    """Evaluation metrics of retrieval and generation: HR@K (or HitRate@K) and NDCG@K; for generation also Recall@K."""
-
+    # Peak of a device in TFLOPS, to which MFU relates; None takes it from a table. Unknown devices have no MFU.
     peak_tflops: float | None = None
-    """Peak of a device in TFLOPS, to which MFU relates; None takes it from a table. Unknown devices have no MFU."""
-
+    # Further outputs of rank 0 for the numbers of log.jsonl: "tensorboard" writes run_dir/tensorboard; every other sink
+    # needs the extra of the same name, as in pip install 'evenrank[prometheus]'.
     sinks: tuple[SinkName, ...] = ("tensorboard",)
-    """Further outputs of rank 0 for the numbers of log.jsonl: "tensorboard" writes run_dir/tensorboard; every other
-    sink needs the extra of the same name, as in pip install 'evenrank[prometheus]'."""
-
-    sink_options: SinkOptions = field(default_factory=SinkOptions)
-    """Settings of the sinks, one table per sink."""
-
-    profile: bool = False
-    """Record a trace of the steps from profile_step_start to profile_step_end."""
-
-    profile_step_start: int = 100
-    """First step of the trace, counted from 0."""
-
-    profile_step_end: int = 200
-    """The step after the last step of the trace."""
-
+    sink_options: SinkOptions = field(default_factory=SinkOptions)  # settings of the sinks, one table per sink
+    profile: bool = False  # record a trace of the steps from profile_step_start to profile_step_end
+    profile_step_start: int = 100  # first step of the trace, counted from 0
+    profile_step_end: int = 200  # the step after the last step of the trace
+    # Steps between checkpoints; a last checkpoint follows the last step. -1 for no checkpoints, not even after SIGTERM.
+    # Rows, with schedule_in "rows".
     ckpt_save_interval: int = -1
-    """Steps between checkpoints; a last checkpoint follows the last step. -1 for no checkpoints, not even after
-    SIGTERM. Rows, with schedule_in "rows"."""
-
+    # Folder for the checkpoints of this run only, on a disk that all ranks share. SIGTERM saves a checkpoint there and
+    # ends the run with status 0.
     ckpt_save_dir: str = "./checkpoints"
-    """Folder for the checkpoints of this run only, on a disk that all ranks share. SIGTERM saves a checkpoint there and
-    ends the run with status 0."""
-
+    # Checkpoint from which to continue, or a folder of checkpoints, of which the latest complete one is loaded; empty
+    # for a new run. If it equals ckpt_save_dir, the same command starts the run (the folder is empty) and later
+    # continues it. torch pickles a checkpoint's metadata: load only checkpoints that you trust.
     ckpt_load_dir: str = ""
-    """Checkpoint from which to continue, or a folder of checkpoints, of which the latest complete one is loaded; empty
-    for a new run. If it equals ckpt_save_dir, the same command starts the run (the folder is empty) and later continues
-    it. torch pickles a checkpoint's metadata: load only checkpoints that you trust."""
-
-    ckpt_keep: int = 3
-    """Number of checkpoints to keep; older checkpoints are removed."""
-
+    ckpt_keep: int = 3  # number of checkpoints to keep; older checkpoints are removed
+    # Only rank 0 loads training batches, with train_batch_size rows for every rank, and sends each rank its rows.
     single_rank_load: bool = False
-    """Only rank 0 loads training batches, with train_batch_size rows for every rank, and sends each rank its rows."""
-
+    # With single_rank_load: assign rows to ranks by their workloads, instead of to each rank in turn. If every rank
+    # loads its own rows, set enable_balanced_shuffler instead.
     balance_batch: bool = False
-    """With single_rank_load: assign rows to ranks by their workloads, instead of to each rank in turn. If every rank
-    loads its own rows, set enable_balanced_shuffler instead."""
-
+    # Number of batches whose rows are balanced together, over ranks and steps: other batches of the window have room
+    # for the heavy rows of one batch. With enable_balanced_shuffler, windows are exchanged on the host, which stores up
+    # to four of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
+    # which rows share a step; the size of a step stays, and every row is still trained once per epoch.
     shuffle_window: int = 1
-    """Number of batches whose rows are balanced together, over ranks and steps: other batches of the window have room
-    for the heavy rows of one batch. With enable_balanced_shuffler, windows are exchanged on the host, which stores
-    up to four of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
-    which rows share a step; the size of a step stays, and every row is still trained once per epoch."""
-
+    # Read rows by their workloads: the shuffler computes workloads from all lengths before the first epoch, every rank
+    # computes the same plan and reads its own rows, so no row is exchanged. The shuffler then only observes. Not for
+    # random data; replaces enable_balanced_shuffler.
     balance_sampler: bool = False
-    """Read rows by their workloads: the shuffler computes workloads from all lengths before the first epoch, every rank
-    computes the same plan and reads its own rows, so no row is exchanged. The shuffler then only observes. Not for
-    random data; replaces enable_balanced_shuffler."""
-
+    # With balance_sampler: steps of constant cost. Every rank gets as much work as this number of average rows;
+    # train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. With a
+    # cosine, every start plans all epochs that are left to count their steps, which takes about a second per million
+    # rows; with schedule_in "rows" only if drop_last is set. None: steps of train_batch_size rows per rank.
     budget_per_rank: float | None = None
-    """With balance_sampler: steps of constant cost. Every rank gets as much work as this number of average rows;
-    train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. With a
-    cosine, every start plans all epochs that are left to count their steps, which takes about a second per million
-    rows; with schedule_in "rows" only if drop_last is set. None: steps of train_batch_size rows per rank."""
-
+    # Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all
+    # ranks together. With "rows", an evaluation or checkpoint follows the step that reaches the number of rows.
+    # log_interval and the trace always count steps.
     schedule_in: Literal["steps", "rows"] = "steps"
-    """Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all
-    ranks together. With "rows", an evaluation or checkpoint follows the step that reaches the number of rows.
-    log_interval and the trace always count steps."""
-
+    # Rows of a training step over all ranks together, instead of train_batch_size; every rank trains an equal part. A
+    # run that continues with fewer or more ranks then has the same steps; with shuffle_window above 1, the same
+    # windows; with budget_per_rank, other steps of at most these rows. None: train_batch_size rows on every rank.
     global_batch_size: int | None = None
-    """Rows of a training step over all ranks together, instead of train_batch_size; every rank trains an equal part. A
-    run that continues with fewer or more ranks then has the same steps; with shuffle_window above 1, the same windows;
-    with budget_per_rank, other steps of at most these rows. None: train_batch_size rows on every rank."""
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
@@ -225,41 +178,27 @@ class DatasetArgs:
     one token per contextual feature.
     """
 
+    # ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for your own files; SID-GR accepts
+    # sid, and sid-NAME with NAME one of the others.
     dataset_name: str
-    """ml-1m, ml-20m, kuairand-pure, kuairand-1k, kuairand-27k, random, or parquet for your own files; SID-GR accepts
-    sid, and sid-NAME with NAME one of the others."""
-
+    # Maximum number of items in a history; older items are cut off. In HSTU's retrieval, the last of them is the item
+    # that is predicted. In random data, history and candidates together have at most max_history_seqlen +
+    # max_num_candidates items.
     max_history_seqlen: int
-    """Maximum number of items in a history; older items are cut off. In HSTU's retrieval, the last of them is the item
-    that is predicted. In random data, history and candidates together have at most max_history_seqlen +
-    max_num_candidates items."""
-
-    dataset_path: str | None = None
-    """The folder of the preprocessed data; None for random data."""
-
+    dataset_path: str | None = None  # the folder of the preprocessed data; None for random data
+    # Maximum number of candidates per row; 0 for no candidates, so every item of the history has a label.
     max_num_candidates: int = 0
-    """Maximum number of candidates per row; 0 for no candidates, so every item of the history has a label."""
-
-    shuffle: bool = False
-    """Read the training data in a new order in every epoch."""
-
-    drop_last: bool = False
-    """Leave out the last rows of an epoch of training if they do not fill a batch on every rank."""
-
+    shuffle: bool = False  # read the training data in a new order in every epoch
+    drop_last: bool = False  # leave out the last rows of an epoch of training if they do not fill a batch on every rank
+    # Number of processes per rank that assemble batches; 0 assembles them in the rank's own process.
     num_workers: int = 0
-    """Number of processes per rank that assemble batches; 0 assembles them in the rank's own process."""
-
+    # Labels per candidate, or per item without candidates; no effect on retrieval, which predicts items.
     num_tasks: int = 1
-    """Labels per candidate, or per item without candidates; no effect on retrieval, which predicts items."""
-
-    num_batches: int = 100
-    """Batches per rank and epoch of random data; no effect on files."""
-
+    num_batches: int = 100  # batches per rank and epoch of random data; no effect on files
+    # Distribution of the row lengths of random data; only for random data.
     length_distribution: LengthDistribution = field(default_factory=LengthDistribution)
-    """Distribution of the row lengths of random data; only for random data."""
-
+    # With dataset_name "parquet": the names of the columns of your files.
     columns: EventColumns = field(default_factory=EventColumns)
-    """With dataset_name "parquet": the names of the columns of your files."""
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
