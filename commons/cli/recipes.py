@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, Id
 from commons.distributed.options import ShufflerOptions
 from commons.perf_model.calibration import CalibratedTask, load_calibration
 from commons.perf_model.gain import LoadedRows, StepCost
-from commons.perf_model.measurement import CostTarget
 from commons.trainer.config.files import find_config, read_config_file
 from commons.trainer.recipe import Recipe
 from commons.user_package import import_user_module
 
 
-def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTarget:
+def load_recipe(model: str | None, config: Path, device: torch.device) -> Recipe:
     """Load RECIPE, the model's Recipe, from the module `recipe` of a package, for one process.
 
     The package is installed or in the working directory; `model` None selects hstu or sid_gr by the config's data set.
@@ -55,10 +54,11 @@ def load_recipe(model: str | None, config: Path, device: torch.device) -> CostTa
                 "module must define RECIPE, the model's Recipe: give 'hstu', or add the module to your package"
             ) from None
         raise ValueError(f"module {name} cannot be imported ({error}): correct it, or install what it needs") from error
-    if not hasattr(module, "RECIPE"):
+    recipe_class = getattr(module, "RECIPE", None)
+    if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ValueError(f"module {name} has no RECIPE, the model's class derived from Recipe: add it")
     try:
-        return module.RECIPE.load(config, device)
+        return recipe_class.load(config, device)
     except ValueError as error:
         raise ValueError(f"{error}{read_as}") from error
 
@@ -78,12 +78,12 @@ def choose_device(name: str, threads: int) -> torch.device:
     return torch.device("cpu")
 
 
-def share_global_batch(target: CostTarget, ranks: Sequence[int]) -> None:
+def share_global_batch(recipe: Recipe, ranks: Sequence[int]) -> None:
     """Set the rows per rank to a rank's part of the config's `global_batch_size`, if it has one.
 
     ValueError unless `ranks` is one number, which divides it.
     """
-    if not isinstance(target, Recipe) or (rows := target.config.trainer.global_batch_size) is None:
+    if (rows := recipe.config.trainer.global_batch_size) is None:
         return
     if len(set(ranks)) != 1:
         given = f"--ranks is {' '.join(map(str, ranks))}" if ranks else "--ranks is not given"
@@ -91,7 +91,7 @@ def share_global_batch(target: CostTarget, ranks: Sequence[int]) -> None:
             f"global_batch_size is {rows} and {given}; the rows of a rank depend on the number of ranks: give one "
             "number of ranks"
         )
-    target.share_batch(ranks[0])
+    recipe.share_batch(ranks[0])
 
 
 def read_config_rows(
@@ -104,31 +104,27 @@ def read_config_rows(
     that share a `global_batch_size`.
     """
     calibration = None if shuffler.calibration is None else load_calibration(shuffler.calibration)
-    target, num_batches = load_recipe(model, config, torch.device("cpu")), max(ranks) * steps
-    share_global_batch(target, ranks)
-    calibrated = None if calibration is None else CalibratedTask(target.task, calibration)
-    configured = target.config.trainer.shuffler if isinstance(target, Recipe) else ShufflerOptions()
-    operations = _operations(target, calibrated)
-    used = _shuffler_of(target, shuffler) if isinstance(target, Recipe) else None
-    flags = list(_flags(shuffler, configured))
-    if isinstance(target, Recipe) and used is None:  # with its shuffler, the run would move no row
-        flags.insert(0, f"--shuffler-type {getattr(type(target.config), 'shuffler_type', '...')}")
-    batches, counts_operations = _read_batches(target, used, operations, num_batches)
-    task, of_what = describe_task(target.task), OF_LAYERS
-    if isinstance(target, Recipe) and not counts_operations:
-        task = f"workloads of shuffler {target.config.shuffler_type!r}"
+    recipe, num_batches = load_recipe(model, config, torch.device("cpu")), max(ranks) * steps
+    share_global_batch(recipe, ranks)
+    calibrated = None if calibration is None else CalibratedTask(recipe.task, calibration)
+    flags = list(_flags(shuffler, recipe.config.trainer.shuffler))
+    used = _shuffler_of(recipe, shuffler)
+    if used is None:  # with its shuffler, the run would move no row
+        flags.insert(0, f"--shuffler-type {getattr(type(recipe.config), 'shuffler_type', '...')}")
+    batches, counts_operations = _read_batches(recipe, used, calibrated, num_batches)
+    task, of_what = describe_task(recipe.task), OF_LAYERS
+    if not counts_operations:
+        task = f"workloads of shuffler {recipe.config.shuffler_type!r}"
         of_what = f"in the {task}"
     if calibrated is not None:
         of_what = "of a whole step, by the calibration"
-    # A target that is not a Recipe may lack this attribute; its rows are then distributed like those of files.
-    draws_per_rank = getattr(target, "draws_per_rank", False)
     no_rows = np.empty(0, np.int64)
     costs, tokens = (np.concatenate(columns) for columns in zip((no_rows, no_rows), *batches))
     return Source(
         name=str(config),
-        load=functools.partial(_rows_of_ranks, batches, draws_per_rank),
+        load=functools.partial(_rows_of_ranks, batches, recipe.draws_per_rank),
         num_rows=len(tokens) if len(batches) < num_batches else None,
-        batch_size=target.batch_size,
+        batch_size=recipe.batch_size,
         tokens=tokens,
         costs=costs,
         task=task,
@@ -136,31 +132,29 @@ def read_config_rows(
         of_what=of_what,
         cost=StepCost(1 / calibrated.units_per_ms, calibrated.calibration.per_step) if calibrated else None,
         plan_options=shuffler.plan_arguments(),
-        flags=lambda window: " ".join([*flags, *_instead(target, window)]),
+        flags=lambda window: " ".join([*flags, *_instead(recipe, window)]),
         options=_in_python(shuffler),
         notes=tuple(_not_simulated(shuffler, used)),
     )
 
 
 def _read_batches(
-    target: CostTarget,
-    used: BaseTaskBalancedBatchShuffler | None,
-    operations: Callable[[Any], torch.Tensor],
-    num_batches: int,
+    recipe: Recipe, used: BaseTaskBalancedBatchShuffler | None, calibrated: CalibratedTask | None, num_batches: int
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
     """Workloads and tokens of the real rows of each batch, as a single rank reads them.
 
-    Also whether the shuffler's workloads are the operations.
+    Also whether the shuffler's workloads are the operations or, with a calibration, their times.
     """
     batches, counts_operations = [], True
-    first_batches = itertools.islice(target.host_batches(), num_batches)
+    first_batches = itertools.islice(recipe.host_batches(), num_batches)
     for batch in tqdm(first_batches, "read", num_batches, unit="batch", leave=False, disable=None):
-        if used is None:
-            workloads = operations(batch)
-            tokens = target.task.tokens_and_pairs(*target.row_tokens(batch))[0].numpy()
-        else:  # a shuffler may count fewer tokens than the model has; its cap and the log of the run count them
-            workloads, tokens = used.engine.costs.workloads_of(batch), used.engine.costs.tokens_of(batch)
-            counts_operations &= torch.equal(workloads, operations(batch))
+        sizes = recipe.row_tokens(batch)
+        workloads = recipe.row_flops(batch) if calibrated is None else calibrated.get_workloads(*sizes)
+        tokens = recipe.task.tokens_and_pairs(*sizes)[0].numpy()
+        if used is not None:  # it may count fewer tokens than the model has; its cap and the log of the run count them
+            operations, workloads = workloads, used.engine.costs.workloads_of(batch)
+            tokens = used.engine.costs.tokens_of(batch)
+            counts_operations &= torch.equal(workloads, operations)
         batches.append((workloads.numpy(), tokens))
     return batches, counts_operations
 
@@ -187,13 +181,6 @@ def _not_simulated(shuffler: ShufflerOptions, used: BaseTaskBalancedBatchShuffle
         yield 'Plans are for equally fast ranks: with speeds="measured", training gives slow ranks less work.'
 
 
-def _operations(target: CostTarget, calibrated: CalibratedTask | None) -> Callable[[Any], torch.Tensor]:
-    """A function that computes the operations, or the calibrated times, of the real rows of a batch."""
-    if isinstance(target, Recipe) and calibrated is None:
-        return target.row_flops
-    return lambda batch: (calibrated or target.task).get_workloads(*target.row_tokens(batch))
-
-
 def _shuffler_of(recipe: Recipe, options: ShufflerOptions) -> BaseTaskBalancedBatchShuffler | None:
     """The shuffler of the run with these options; None for one that moves no row.
 
@@ -216,14 +203,12 @@ def _flags(shuffler: ShufflerOptions, configured: ShufflerOptions) -> Iterator[s
             yield f"--trainer.shuffler.{name} {shlex.quote(str(value))}"
 
 
-def _instead(target: CostTarget, window: int) -> Iterator[str]:
+def _instead(recipe: Recipe, window: int) -> Iterator[str]:
     """Yield the flags of our trainers that replace settings of the config, with which its run would have other plans.
 
     `window` is the number of batches of every rank that are planned together.
     """
-    if not isinstance(target, Recipe):
-        return
-    trainer = target.config.trainer
+    trainer = recipe.config.trainer
     for name in ("balance_batch", "balance_sampler", *(["single_rank_load"] if window > 1 else [])):
         if getattr(trainer, name):
             yield f"--trainer.no-{name.replace('_', '-')}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,19 +43,13 @@ class RowTokens(NamedTuple):
 
 
 class CostTarget(Protocol):
-    """A model to measure.
+    """A model to measure, such as a Recipe."""
 
-    Attributes:
-        task: its dimensions.
-        device: where it runs.
-        batch_size: rows per rank in training.
-        max_length: the longest row, in items, as for `make_batch`.
-    """
+    device: torch.device  # where it runs
 
-    task: AttentionTask
-    device: torch.device
-    batch_size: int
-    max_length: int
+    @property
+    def task(self) -> AttentionTask:
+        """Its dimensions."""
 
     def make_batch(self, lengths: Sequence[int]) -> Any:
         """A random batch on the device with rows of these lengths (items of a history, each at least 1)."""
@@ -65,12 +59,6 @@ class CostTarget(Protocol):
 
     def row_tokens(self, batch: Any) -> RowTokens:
         """Tokens that the model computes for every real row."""
-
-    def host_batches(self) -> Iterator[Any]:
-        """Batches of the training data, of `batch_size` rows, as a single rank reads them, each row once.
-
-        Random data should be endless, because as many batches are read as there are ranks × steps.
-        """
 
 
 def draw_mixes(num_mixes: int, batch_size: int, max_length: int, seed: int) -> list[list[int]]:

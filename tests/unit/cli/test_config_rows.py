@@ -35,12 +35,17 @@ import torch
 
 from commons.perf_model.measurement import RowTokens
 from commons.perf_model.task_estimator import SelfAttentionTask
+from commons.trainer import DatasetArgs, TrainerArgs
+from commons.trainer.recipe import Recipe
+from hstu.train_config import TrainConfig
 from mine.settings import BATCH_SIZE
 
 
-class Target:
-    task = SelfAttentionTask(8, 1, 8)
-    device, batch_size, max_length = torch.device("cpu"), BATCH_SIZE, 256
+class Mine(Recipe):
+    task, draws_per_rank = SelfAttentionTask(8, 1, 8), False
+
+    def build_model(self):
+        raise NotImplementedError
 
     def make_batch(self, lengths):
         return torch.tensor(lengths)
@@ -56,11 +61,12 @@ class Target:
         return (torch.tensor([int(length) for length in line.split()]) for line in lines)
 
     @classmethod
-    def load(cls, config, device):
-        return cls()
+    def load(cls, path, device):
+        config = TrainConfig(TrainerArgs(BATCH_SIZE, 4), DatasetArgs("random", 256), shuffler_type="identity")
+        return cls(config, device)
 
 
-RECIPE = Target
+RECIPE = Mine
 """
 
 
@@ -173,7 +179,7 @@ def test_advice_names_the_options_that_were_simulated(mine, tmp_path, asked):
     (tmp_path / "lengths.txt").write_text("900 20 10 10\n10 10 10 10\n" * 4)
     flags = ["--shuffler.no-equal-size", "--shuffler.slack", "0.0", "--ranks", "2", "--steps", "4"]
     advice = asked("simulate", *mine, *flags, "--window", "2")["advice"]
-    own = "--trainer.shuffler.no-equal-size --trainer.shuffler.slack 0.0"
+    own = "--shuffler-type hstu --trainer.shuffler.no-equal-size --trainer.shuffler.slack 0.0"
     assert advice["options"] == f"--trainer.enable-balanced-shuffler --trainer.shuffle-window 2 {own}"
     code = "windowed_iter(iter(dataloader), shuffler, window=2)"
     assert advice["code"] == f"{code}  # ShufflerOptions(equal_size=False, slack=0.0)"
@@ -278,7 +284,8 @@ def test_mistakes_are_one_line(tmp_path, mistake, config, command, flags, messag
 
 def test_simulate_and_calibrate_know_the_model_by_the_data_set(tmp_path, monkeypatch):
     asked = []
-    fake = types.SimpleNamespace(RECIPE=types.SimpleNamespace(load=lambda config, device: None))
+    fake = types.SimpleNamespace(RECIPE=Recipe)
+    monkeypatch.setattr(Recipe, "load", lambda config, device: None)
     monkeypatch.setattr(recipes, "import_user_module", lambda name: asked.append(name) or fake)
     config = tmp_path / "run.toml"
     for name in ("sid-ml-1m", "sid", "sid-random", "ml-1m", "random"):
