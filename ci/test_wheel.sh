@@ -25,6 +25,7 @@ echo "== build"
 # From the sdist, in a folder of its own: what an old build left in build/ is not in the wheel.
 PYTHONPATH=ci/build_backend "$python" -c 'import sys, evenrank_build; evenrank_build.build_sdist(sys.argv[1])' "$work" > "$work/log" 2>&1 ||
   { cat "$work/log" >&2; exit 1; }
+grep -q "/CHANGELOG.md$" <<< "$(tar tzf "$work"/evenrank-*.tar.gz)" || { echo "error: the sdist lacks CHANGELOG.md" >&2; exit 1; }
 pip .venv wheel --no-deps --no-build-isolation -w "$work" "$work"/evenrank-*.tar.gz
 wheel=$(echo "$work"/evenrank-*.whl)
 
