@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.pipelines.shuffled_pipelines import PIPELINES, require_pipeline
+from tests.helpers.pipelines.shuffled_pipelines import EVALUATIONS, PIPELINES, require_pipeline
 
 
 @pytest.fixture(autouse=True)
 def _of_this_torchrec(request: pytest.FixtureRequest) -> None:
     parameters = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
     for value in parameters:
-        if isinstance(value, str) and value in PIPELINES:
-            require_pipeline(*PIPELINES[value])
+        if isinstance(value, str) and value in PIPELINES | EVALUATIONS:
+            require_pipeline(*(PIPELINES | EVALUATIONS)[value])

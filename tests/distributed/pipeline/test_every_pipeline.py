@@ -160,11 +160,12 @@ def test_where_one_pipeline_cannot_be_balanced_the_others_can(monkeypatch):
     assert issubclass(balanced(TrainPipelineSparseDist), TrainPipelineSparseDist)
 
 
-# TorchRec's hybrid class cannot be filled before its first step.
+# TorchRec's hybrid class cannot be filled before its first step, nor can prefetch of TorchRec 1.6: its `_fill_pipeline`
+# is its own, and `progress` never trains what `fill_pipeline` reads.
 FILLED = [
     name
     for name, (each, _) in (PIPELINES | EVALUATIONS).items()
-    if hasattr(each, "fill_pipeline") and "hybrid" not in name
+    if getattr(each, "_fill_pipeline", None) is TrainPipelineSparseDist._fill_pipeline and "hybrid" not in name
 ]
 
 

@@ -35,7 +35,6 @@ from tests.helpers.pipelines.shuffled_pipelines import (
     expected_ids,
     largest_difference,
     make_shuffler,
-    require_pipeline,
     staged_pipeline,
     steps_of,
     train,
@@ -322,7 +321,6 @@ def test_detach_evaluate_and_attach_change_nothing(ranks, pipeline):
 
 @pytest.mark.parametrize("pipeline", before_a_commit(["eval", "eval fused, lookups ahead"], EVALUATIONS))
 def test_evaluations_see_every_sample_once_and_give_the_same_number(ranks, pipeline):
-    require_pipeline(*EVALUATIONS[pipeline])
     counts = [5, 3, 0, 7][: ranks.world_size]
     on, off = (ranks.run(evaluate, counts, kind, 2, pipeline) for kind in ("balance", "identity"))
     expected = sorted(expected_ids(counts, ranks.world_size) + expected_ids(counts, ranks.world_size, 10))
