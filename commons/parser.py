@@ -34,14 +34,9 @@ def parse_arguments(config_class: type[C], argv: Sequence[str], prog: str, **opt
     """
     import tyro  # here, because `evenrank doctor` runs without it
 
-    try:
-        parsed, printed = run_parser(
-            lambda: tyro.cli(config_class, args=without_boolean_values(config_class, argv), prog=prog, **options)
-        )
-    except ValueError as error:
-        if re.match(r"Unrecognized options: [^-]", str(error)):
-            raise ValueError(f"{error}; a value follows its option: see `{prog} --help`") from None
-        raise
+    parsed, printed = run_parser(
+        lambda: tyro.cli(config_class, args=without_boolean_values(config_class, argv), prog=prog, **options)
+    )
     sys.stdout.write(wrapped_help(printed))
     return parsed
 
@@ -104,7 +99,11 @@ def parser_error(text: str) -> str:
     error, _, suggestions = line.partition("; Perhaps you meant: ")
     # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
     names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --(?:[\w-]+\.)*no-[\w-]+|(?= [\[{A-Z]))", suggestions))
-    return f"{error}; perhaps you meant {' or '.join(names)}" if names else line
+    if names:
+        return f"{error}; perhaps you meant {' or '.join(names)}"
+    if line.startswith("Unrecognized options: "):
+        line += ": see --help" if ": --" in line else "; a value follows its option: see --help"
+    return line
 
 
 def wrapped_help(text: str, width: int | None = None) -> str:

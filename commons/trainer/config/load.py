@@ -173,34 +173,12 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
     arguments = without_boolean_values(config_class, flags, has_defaults="default" in options, has_words=False)
-    try:
-        parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
-    except ValueError as error:
-        raise ValueError(_renamed_flags(config_class, flags) or error) from None
+    parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
     if parsed is None:
         if dist.get_node_local_rank(0) == 0:  # under torchrun every rank parses the flags
             sys.stdout.write(wrapped_help(printed))
         raise SystemExit(0)
     return parsed
-
-
-def _renamed_flags(config_class: Any, flags: list[str]) -> str:
-    """An error text with the right name of every flag whose field exists in another section; "" without such flags.
-
-    A flag that begins with `--no-` is renamed to the one that turns the field off.
-    """
-    paths = _field_paths(config_class)
-    renamed = []
-    for flag in flags:
-        name = flag.partition("=")[0]
-        path = name.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or path in paths:
-            continue
-        turned_on = path.removeprefix("no_")
-        if (found := turned_on if turned_on in paths else _path_elsewhere(turned_on, paths)) is not None:
-            written = [f"--{found.replace('_', '-')}", *(["False"] if turned_on != path else [])]
-            renamed.append(f"{name} (write {without_boolean_values(config_class, written, has_defaults=True)[0]})")
-    return f"no such flag: {', '.join(renamed)}" if renamed else ""
 
 
 def _require_fields(config_class: Any, content: Mapping[str, Any]) -> None:
@@ -260,18 +238,15 @@ def _field_paths(config_class: Any) -> list[str]:
     return paths
 
 
-def _path_elsewhere(path: str, paths: list[str]) -> str | None:
-    """The path of the only field of this name in any section; None without one, or with several."""
-    elsewhere = [each for each in paths if each.rpartition(".")[2] == path.rpartition(".")[2]]
-    return elsewhere[0] if len(elsewhere) == 1 else None
-
-
 def _replacement_of(path: str, paths: list[str]) -> str | None:
-    """The path to write instead of an unknown path; None if no path is similar."""
+    """The path to write instead of an unknown path: the only one of this name, or a similar one in its section."""
     section, _, name = path.rpartition(".")
     siblings = {each.rpartition(".")[2]: each for each in paths if each.rpartition(".")[0] == section}
+    elsewhere = [each for each in paths if each.rpartition(".")[2] == name]
+    if len(elsewhere) == 1:
+        return elsewhere[0]
     close = difflib.get_close_matches(name, siblings, n=1)
-    return _path_elsewhere(path, paths) or (siblings[close[0]] if close else None)
+    return siblings[close[0]] if close else None
 
 
 def _fields(config_class: Any) -> dict[str, dataclasses.Field[Any]]:

@@ -62,7 +62,7 @@ def test_help_fits_a_terminal(monkeypatch, told, command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["simulate", "lengths.csv"], "lengths.csv; a value follows its option: see `evenrank simulate --help`"),
+        (["simulate", "lengths.csv"], "lengths.csv; a value follows its option: see --help"),
         (["simulate", "--in-order=1"], "--in-order is '1'; a boolean flag takes True, False or no value"),
         ([], "Expected one of"),
         (["simulate", "--shuffler.equal-sizee"], "--shuffler.equal-sizee; perhaps you meant --shuffler.equal-size\n"),
