@@ -5,14 +5,20 @@ from __future__ import annotations
 import difflib
 import operator
 import sys
+import types
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 _MOST = 2**63 - 1
+
+# Types of fields with a limit, which `require_field_types` checks: integers of at least 1 or 0, and positive numbers.
+Count = Annotated[int, "at least 1"]
+Natural = Annotated[int, "at least 0"]
+Positive = Annotated[float, "positive"]
 
 
 def require_at_least(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -144,14 +150,22 @@ def require_field_types(settings: Any) -> None:
     """Check the fields of a dataclass by their types.
 
     Raises:
-        ValueError: the type is a Literal, and the value is none of its choices.
+        ValueError: the type is a Literal, and the value is none of its choices; or it has a limit, such as Count.
         TypeError: the type is a dataclass, and the value is not one of it.
     """
-    for name, hint in get_type_hints(type(settings)).items():
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        value, is_optional = getattr(settings, name, None), type(None) in options
+        if value is None and (is_optional or not hasattr(settings, name)):  # a subclass may set it later
+            continue
+        if Positive in options:
+            require_positive(name, value, "it is a positive number: correct it")
+        elif Count in options or Natural in options:
+            require_at_least(name, value, int(Count in options), optional=is_optional)
         if get_origin(hint) is Literal:
-            require_one_of(name, getattr(settings, name), get_args(hint))
-        if isinstance(hint, type) and is_dataclass(hint) and not isinstance(made := getattr(settings, name), hint):
-            raise TypeError(f"{name} is {made!r}; it must be {with_article(hint.__name__)}: make one, or leave it out")
+            require_one_of(name, value, get_args(hint))
+        if isinstance(hint, type) and is_dataclass(hint) and not isinstance(value, hint):
+            raise TypeError(f"{name} is {value!r}; it must be {with_article(hint.__name__)}: make one, or leave it out")
 
 
 def kind_of(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from commons.checks import require_at_least, require_field_types
+from commons.checks import Count, require_field_types
 from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.sequences.metadata import TIMESTAMP
 from commons.trainer import DatasetArgs, TrainerArgs
@@ -22,15 +22,15 @@ from hstu.model.config import ExecutionConfig, HSTUConfig, LayerOptions, Ranking
 class ModelArgs(RetrievalOptions, ExecutionConfig, LayerOptions):
     """The model; the data set determines the longest sequence and the tables."""
 
-    hidden_size: int = 64  # width of a token between layers
-    num_layers: int = 2  # number of HSTU layers
-    num_attention_heads: int = 4  # attention heads per layer
-    kv_channels: int = 16  # width of a head
+    hidden_size: Count = 64  # width of a token between layers
+    num_layers: Count = 2  # number of HSTU layers
+    num_attention_heads: Count = 4  # attention heads per layer
+    kv_channels: Count = 16  # width of a head
     # Whether to compile the layers, except the attention, with torch.compile; None for yes on CUDA and no on CPU.
     compile: bool | None = None
     # Width of the items' table, also of queries in retrieval; None for hidden_size.
-    item_embedding_dim: int | None = None
-    contextual_embedding_dim: int | None = None  # width of the contextual features' tables; None for hidden_size
+    item_embedding_dim: Count | None = None
+    contextual_embedding_dim: Count | None = None  # width of the contextual features' tables; None for hidden_size
     # Ranking: widths of the head's layers; the last width is the number of tasks.
     prediction_head_arch: tuple[int, ...] = (64, 1)
 
@@ -39,9 +39,6 @@ class ModelArgs(RetrievalOptions, ExecutionConfig, LayerOptions):
         super().__post_init__()
         num_tasks = self.prediction_head_arch[-1] if self.prediction_head_arch else 1
         RankingConfig(self.hstu_config(1), {"item": 1}, self.prediction_head_arch, num_tasks)
-        for name in ("item_embedding_dim", "contextual_embedding_dim"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
 
     def table_widths(self, item_feature_name: str, contextual_feature_names: Iterable[str]) -> dict[str, int]:
         """Widths of the tables whose width is set apart from hidden_size, by feature name."""

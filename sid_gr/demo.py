@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from commons.checks import Count
 from commons.datasets.public.movielens import SCHEMA
 from commons.datasets.sequences.file import SequenceFileMetadata
 from commons.datasets.sids.assignment import assign_sids
@@ -42,10 +43,10 @@ TITLE = "SID-GR on generated data with MovieLens-1M's format and lengths"
 class DemoOptions(demo.DemoOptions):
     """The model, the data and the length of the demo."""
 
-    steps: int = 240  # measured steps, each trained both ways; at most one epoch
-    batch_size: int = 8  # users per rank and step
-    max_history_seqlen: int = 512  # most ratings of a history; older ratings are cut off
-    num_layers: int = 2  # layers of the model; its other dimensions are the defaults
+    steps: Count = 240  # measured steps, each trained both ways; at most one epoch
+    batch_size: Count = 8  # users per rank and step
+    max_history_seqlen: Count = 512  # most ratings of a history; older ratings are cut off
+    num_layers: Count = 2  # layers of the model; its other dimensions are the defaults
     codebook_sizes: tuple[int, ...] = (64, 64, 64)  # codes of each hierarchy
     run_dir: Path = Path("runs/demo-sid")  # folder for the data, the folders of both runs, report.html and report.png
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from commons.checks import require_at_least
+from commons.checks import Count, require_field_types
 from commons.datasets.loader.data_loader import HSTU_DATASETS, SID_DATASETS
 from commons.datasets.random.distribution import RANDOM_DATASETS
 from commons.datasets.sids.histories import DEFAULT_HISTORY_COLUMN
@@ -28,10 +28,10 @@ class SIDArgs:
     codebook_sizes: tuple[int, ...] = (500, 500, 500, 500)
     # For data set "sid", your own parquet file: its list column of item ids.
     history_column: str = DEFAULT_HISTORY_COLUMN
-    num_random_items: int = 10_000  # number of items of random data without a map
+    num_random_items: Count = 10_000  # number of items of random data without a map
 
     def __post_init__(self) -> None:
-        require_at_least("num_random_items", self.num_random_items, 1)
+        require_field_types(self)
 
     def load_map(self, dataset_name: str, seed: int) -> SIDMap:
         """The map of a data set.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from commons.checks import require_at_least
+from commons.checks import Count, Natural, require_field_types
 from commons.cli.answer import require_output
 from commons.cli.recipes import choose_device, load_recipe, share_global_batch
 from commons.console import make_console, print_summary
@@ -35,12 +35,12 @@ class Calibrate:
     # Package whose module `recipe` defines RECIPE, a Recipe. None: hstu, or sid_gr for semantic IDs.
     model: str | None = None
     # Number of ranks of the training run, if the config has a global_batch_size, which they share.
-    ranks: int | None = None
+    ranks: Count | None = None
     num_mixes: int = 80  # number of batches, of different sizes and lengths; every fourth is held out of the fit
     repeats: int = 5  # how often each batch is measured
     device: Literal["auto", "cpu", "cuda"] = "auto"  # device to measure on; auto: a GPU if there is one, else the CPU
     threads: int = 1  # number of threads on the CPU; in training, a rank on the CPU has one
-    seed: int = 0  # seed of the random batches
+    seed: Natural = 0  # seed of the random batches
 
     def run(self) -> None:
         """Measure, fit, save, and print the quality of the fit."""
@@ -50,9 +50,7 @@ class Calibrate:
             raise ValueError(
                 f"num_mixes is {self.num_mixes}; a fit needs at least {MIN_MEASUREMENTS}: raise --num-mixes"
             )
-        require_at_least("seed", self.seed, 0)
-        if self.ranks is not None:
-            require_at_least("ranks", self.ranks, 1)
+        require_field_types(self)
         # Check the output before the measurements, which would be lost.
         require_output(self.output, inputs={"--config": self.config}, may_replace=is_calibration, what="calibration")
         try:

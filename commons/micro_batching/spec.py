@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from commons.checks import require_at_least, require_field_types, take_python_scalars
+from commons.checks import Count, require_field_types, take_python_scalars
 from commons.micro_batching.allocation import get_allocate_fn
 
 Order = Literal["heaviest_first", "light_ends"]
@@ -19,11 +19,12 @@ class MicroBatchSpec:
         ValueError: a value outside its range, or an unknown name.
     """
 
-    n_mbs: int = 1  # fewest micro-batches; n_mbs_divisor, max_tokens_per_mb or another rank may require more
+    n_mbs: Count = 1  # fewest micro-batches; n_mbs_divisor, max_tokens_per_mb or another rank may require more
     # Number of neighbouring rows that stay together, such as the answers to one prompt (GRPO) or a preference pair.
-    granularity: int = 1
-    max_tokens_per_mb: int | None = None  # most tokens of a micro-batch; None for no limit
-    n_mbs_divisor: int = 1  # the number of micro-batches is a multiple of it, as interleaved pipeline schedules require
+    granularity: Count = 1
+    max_tokens_per_mb: Count | None = None  # most tokens of a micro-batch; None for no limit
+    # The number of micro-batches is a multiple of it, as interleaved pipeline schedules require.
+    n_mbs_divisor: Count = 1
     # Name of the allocator: "ffd" (first-fit decreasing), "kk" (Karmarkar-Karp) or "refined" (the fewest micro-batches,
     # evenly filled).
     packing_algorithm: str = "ffd"
@@ -33,9 +34,5 @@ class MicroBatchSpec:
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        for name in ("n_mbs", "granularity", "n_mbs_divisor"):
-            require_at_least(name, getattr(self, name), 1)
-        if self.max_tokens_per_mb is not None:
-            require_at_least("max_tokens_per_mb", self.max_tokens_per_mb, 1)
         get_allocate_fn(self.packing_algorithm)
         require_field_types(self)

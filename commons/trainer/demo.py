@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDist
 from tqdm import tqdm
 
-from commons.checks import require_at_least
+from commons.checks import Count, Natural, require_field_types
 from commons.console import make_console
 from commons.datasets.public.generated_ratings import generate_ratings
 from commons.datasets.sequences.file import SequenceFile, SequenceFileMetadata
@@ -56,22 +56,19 @@ _AS_LOADED, _BALANCED = "as-loaded", "balanced"
 class DemoOptions:
     """Sizes and length of a demo, which trains every batch as loaded and balanced."""
 
-    steps: int = 80  # measured steps, each trained both as loaded and balanced; at most one epoch
-    warmup_steps: int = 4  # steps before the measured steps, trained but not measured
-    batch_size: int = 16  # users per rank and step
-    max_history_seqlen: int = 1024  # maximum number of items of a user; older items are cut off
-    num_layers: int = 4  # layers of the model; its other dimensions are the defaults of ModelArgs
-    num_users: int = 6040  # users to generate; the default is the number in MovieLens-1M
+    steps: Count = 80  # measured steps, each trained both as loaded and balanced; at most one epoch
+    warmup_steps: Natural = 4  # steps before the measured steps, trained but not measured
+    batch_size: Count = 16  # users per rank and step
+    max_history_seqlen: Count = 1024  # maximum number of items of a user; older items are cut off
+    num_layers: Count = 4  # layers of the model; its other dimensions are the defaults of ModelArgs
+    num_users: Count = 6040  # users to generate; the default is the number in MovieLens-1M
     run_dir: Path = Path("runs/demo")  # folder for the data, the folders of both runs, report.html and report.png
-    seed: int = 1234  # seed of the data, their order and the weights
+    seed: Natural = 1234  # seed of the data, their order and the weights
     device: DeviceType = "auto"  # device of the ranks; "auto" uses GPUs if there are two or more, else two CPU ranks
     quick: bool = False  # a few steps on few users, as a test of the installation; the speed-up is not meaningful
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "max_history_seqlen", "num_layers", "num_users"):
-            require_at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "seed"):
-            require_at_least(name, getattr(self, name), 0)
+        require_field_types(self)
         if self.quick:
             self.steps, self.warmup_steps, self.num_users = min(self.steps, 7), 2, min(self.num_users, 400)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from commons.checks import require_at_least, require_field_types, take_python_scalars
+from commons.checks import Count, Positive, require_at_least, require_field_types, take_python_scalars
 
 PositionBias = Literal["direct", "bucketed", "none"]
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
@@ -57,10 +56,10 @@ class LayerOptions:
         ValueError: a number outside its range.
     """
 
-    hidden_size: int  # width of a token between layers
-    num_layers: int  # number of layers
-    num_attention_heads: int  # attention heads per layer
-    kv_channels: int  # width of a head
+    hidden_size: Count  # width of a token between layers
+    num_layers: Count  # number of layers
+    num_attention_heads: Count  # attention heads per layer
+    kv_channels: Count  # width of a head
     # Probability that an element of a layer's output is dropped in training. The rank that trains a row draws its
     # dropout, so balancing changes the dropout of rows that move.
     dropout: float = 0.0
@@ -72,12 +71,12 @@ class LayerOptions:
     contextual_mask: bool = False
     # Number of consecutive target tokens that form a group. A target attends to itself and earlier targets of its
     # group, not to other groups. With actions a candidate is two tokens. No effect without targets or the causal mask.
-    target_group_size: int = 1
+    target_group_size: Count = 1
     # The largest distance at which a token attends to another token; None for no window. Every group of targets is
     # placed directly after the history. With `contextual_mask` contextual tokens attend to all of the history, also
     # beyond the window. As `max_attn_len` of generative-recommenders, except that 0 means no window there, and that
     # contextual tokens share one place there and have their own places here.
-    max_attn_len: int | None = None
+    max_attn_len: Count | None = None
     # Learned bias per head and distance between tokens: "direct" has a number for every distance, "bucketed" a number
     # for every bucket of distances, wider for larger distances, "none" has no bias.
     position_bias: PositionBias = "direct"
@@ -85,15 +84,10 @@ class LayerOptions:
     # Whether to add a learned bias per head and bucket of the time between two tokens, see
     # `hstu.model.attention.time_buckets`. Batches then need a feature of timestamps.
     time_bias: bool = False
-    time_buckets: int = 64  # number of buckets; with 64 and timestamps in seconds the last begins after five years
+    time_buckets: Count = 64  # number of buckets; with 64 and timestamps in seconds the last begins after five years
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        for name in ("hidden_size", "num_layers", "num_attention_heads", "kv_channels", "target_group_size"):
-            require_at_least(name, getattr(self, name), 1)
-        require_at_least("time_buckets", self.time_buckets, 1)
-        if self.max_attn_len is not None:
-            require_at_least("max_attn_len", self.max_attn_len, 1, optional=True)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
         require_field_types(self)
@@ -123,17 +117,11 @@ class HSTUConfig(LayerOptions):
 
     # Most tokens of a row: contextual tokens, interleaved history and targets. Also the constant N by which attention
     # is divided in every batch.
-    max_sequence_length: int = field(kw_only=True)
+    max_sequence_length: Count = field(kw_only=True)
     timestamp_feature_name: str = "timestamp"  # key of the timestamps, one integer per item
     # Added to the variance in layer norms. Keep it small, because attention values are divided by the large N.
-    layer_norm_eps: float = 1e-6
+    layer_norm_eps: Positive = 1e-6
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)  # how the layers are computed
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least("max_sequence_length", self.max_sequence_length, 1)
-        if not 0 < self.layer_norm_eps < math.inf:
-            raise ValueError(f"layer_norm_eps is {self.layer_norm_eps}; it keeps a division finite: make it positive")
 
 
 @dataclass(frozen=True)
@@ -222,7 +210,7 @@ class RetrievalOptions:
     # of the row; or −1 for in-batch negatives: the true items of all other predictions, with repetitions, so that
     # frequent items are frequent negatives.
     num_negatives: int = -1
-    temperature: float = 0.05  # retrieval: divisor of the cosines in the loss
+    temperature: Positive = 0.05  # retrieval: divisor of the cosines in the loss
     # Retrieval: the predictions whose items are in-batch negatives (num_negatives −1). "rank": this rank's batch;
     # balancing changes the negatives, because rows move. "global": the batches of all ranks, gathered; balancing does
     # not change the negatives, but the number of scores grows with the square of the global batch.
@@ -237,8 +225,6 @@ class RetrievalOptions:
                 f"num_negatives is {self.num_negatives!r}; it is a number of items, at least 1, or -1 for the items of "
                 "all other predictions of the batch: correct it"
             )
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it divides cosines: make it positive")
         require_field_types(self)
 
 

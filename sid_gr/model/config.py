@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from commons.checks import require_at_least, require_field_types, take_python_scalars
+from commons.checks import Count, Positive, require_at_least, require_field_types, take_python_scalars
 
 HeadKind = Literal["separate", "shared"]
 
@@ -21,23 +20,23 @@ class SIDGRConfig:
 
     # Number of codes of each hierarchy, the coarsest first; an item has one code per hierarchy.
     codebook_sizes: tuple[int, ...]
-    max_items: int  # most items of a row: history and candidates, or history and the generated item
-    hidden_size: int  # width of a token between layers, and of every embedding
-    num_layers: int  # number of transformer layers
-    num_attention_heads: int  # attention heads per layer
-    kv_channels: int | None = None  # width of a head; None for hidden_size ÷ num_attention_heads
-    ffn_hidden_size: int | None = None  # width of the feed-forward block; None for 4 · hidden_size
+    max_items: Count  # most items of a row: history and candidates, or history and the generated item
+    hidden_size: Count  # width of a token between layers, and of every embedding
+    num_layers: Count  # number of transformer layers
+    num_attention_heads: Count  # attention heads per layer
+    kv_channels: Count | None = None  # width of a head; None for hidden_size ÷ num_attention_heads
+    ffn_hidden_size: Count | None = None  # width of the feed-forward block; None for 4 · hidden_size
     # Output matrices: "separate" for one per hierarchy, "shared" for one for all hierarchies; a hierarchy then uses the
     # first codebook_sizes[hierarchy] rows.
     heads: HeadKind = "separate"
     # Probability that an element of the output of an attention or feed-forward block is dropped in training. Attention
     # weights are not dropped.
     dropout: float = 0.0
-    init_method_std: float = 0.02  # standard deviation of initial weights
-    layer_norm_eps: float = 1e-5  # added to the variance in layer norms
+    init_method_std: Positive = 0.02  # standard deviation of initial weights
+    layer_norm_eps: Positive = 1e-5  # added to the variance in layer norms
     # Number of ranks that share the attention heads and the feed-forward block of every layer. Each of these ranks
     # computes everything else: output matrices of a few hundred codes are not worth a collective.
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Count = 1
 
     def __post_init__(self) -> None:
         # Config files contain lists.
@@ -47,22 +46,14 @@ class SIDGRConfig:
             raise ValueError("codebook_sizes is empty; an item has at least one code: give the size of every codebook")
         for size in self.codebook_sizes:
             require_at_least("a size in codebook_sizes", size, 1)
-        for name in ("max_items", "hidden_size", "num_layers", "num_attention_heads", "tensor_model_parallel_size"):
-            require_at_least(name, getattr(self, name), 1)
-        for name in ("kv_channels", "ffn_hidden_size"):
-            if getattr(self, name) is not None:
-                require_at_least(name, getattr(self, name), 1)
+        require_field_types(self)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, num_attention_heads is {self.num_attention_heads}; without "
                 "kv_channels the heads share the width evenly: choose a divisor, or give kv_channels"
             )
-        require_field_types(self)
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it is a probability below 1: give 0 <= dropout < 1")
-        for name in ("init_method_std", "layer_norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is a positive number: correct it")
         for name, shared in (("num_attention_heads", self.num_attention_heads), ("ffn_hidden_size", self.ffn_width)):
             if shared % self.tensor_model_parallel_size:
                 raise ValueError(

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import tyro
 
-from commons.checks import require_at_least
+from commons.checks import Count, Natural, require_field_types
 from commons.cli.answer import ON_TERMINAL, AnswerOutputs
 from commons.cli.simulate.answer import answer_of
 from commons.cli.simulate.lengths import LengthReading, Lengths
@@ -43,13 +43,12 @@ class RowCost:
     concat_ux: bool = False
     # With --task hstu: largest distance over which tokens attend to each other; None for no window.
     max_attn_len: int | None = None
-    tokens_per_item: int = 1  # tokens that the model computes per unit of length; 2 for HSTU with interleaved actions
-    extra_tokens: int = 0  # additional tokens of every row, such as its context
+    tokens_per_item: Count = 1  # tokens that the model computes per unit of length; 2 for HSTU with interleaved actions
+    extra_tokens: Natural = 0  # additional tokens of every row, such as its context
 
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
-        require_at_least("tokens_per_item", self.tokens_per_item, 1)
-        require_at_least("extra_tokens", self.extra_tokens, 0)
+        require_field_types(self)
         if self.task != "hstu" and (self.value_dim, self.concat_ux, self.max_attn_len) != (None, False, None):
             raise ValueError(
                 f"task is {self.task!r}; value_dim, concat_ux and max_attn_len are dimensions of HSTU: leave them out, "
@@ -92,10 +91,10 @@ class LengthOptions(RowCost, LengthReading):
 
     _remedy: ClassVar[str] = ", or cut rows by --max-length"
 
-    batch_size: int = 32  # rows per rank in a step
-    max_length: int | None = None  # rows are cut to this length; None for no limit
-    seed: int = 0  # seed of the random order and of draws from a distribution
-    bytes_per_token: int = 8  # bytes that are sent per token: 8 for an ID, 16 with an action or a time
+    batch_size: Count = 32  # rows per rank in a step
+    max_length: Count | None = None  # rows are cut to this length; None for no limit
+    seed: Natural = 0  # seed of the random order and of draws from a distribution
+    bytes_per_token: Count = 8  # bytes that are sent per token: 8 for an ID, 16 with an action or a time
     # Peak rate of a device, in 10^12 operations per second; adds milliseconds to the table.
     peak_tflops: float | None = None
     mfu: float = 0.4  # the fraction of --peak-tflops that training reaches, above 0 and at most 1
@@ -110,11 +109,6 @@ class LengthOptions(RowCost, LengthReading):
     def check(self) -> None:
         """Raise ValueError for an option out of its range."""
         super().check()
-        for name in ("batch_size", "bytes_per_token"):
-            require_at_least(name, getattr(self, name), 1)
-        require_at_least("seed", self.seed, 0)
-        if self.max_length is not None:
-            require_at_least("max_length", self.max_length, 1)
         for name, unit in (("peak_tflops", "10^12 operations"), ("link_gbps", "10^9 bits")):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:

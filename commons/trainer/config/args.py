@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from commons.checks import (
-    require_at_least,
+    Count,
+    Natural,
+    Positive,
     require_field_types,
     require_names,
     require_one_of,
-    require_positive,
     take_python_scalars,
 )
 from commons.datasets.random.distribution import RANDOM_DATASETS, LengthDistribution
@@ -19,9 +20,9 @@ from commons.distributed.options import ShufflerOptions
 from commons.trainer.config.rules import (
     require_folders,
     require_intervals,
-    require_numbers,
     require_one_balancer,
     require_pipeline,
+    require_trace_and_peak,
     require_windows_and_budget,
 )
 from commons.trainer.config.sink_options import SinkName, SinkOptions
@@ -35,20 +36,16 @@ Balancing = Literal["none", "batches", "windows", "rank 0", "sampler", "budget"]
 class OptimizationArgs:
     """How gradients become updates. For tables that are updated in the backward pass only the schedule applies."""
 
-    accumulation_steps: int = 1  # steps whose gradients are accumulated for one update, weighted by their loss terms
+    accumulation_steps: Count = 1  # steps whose gradients are accumulated for one update, weighted by their loss terms
     # Norm to which the gradient of the dense parameters is clipped; None for no limit.
-    max_grad_norm: float | None = None
-    warmup_steps: int = 0  # updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"
+    max_grad_norm: Positive | None = None
+    warmup_steps: Natural = 0  # updates in which learning rates rise linearly from 0; rows, with schedule_in "rows"
     # Learning rates after the warmup: constant, or a cosine that falls to min_lr_ratio at the end of the run.
     lr_schedule: Literal["constant", "cosine"] = "constant"
     min_lr_ratio: float = 0.0  # end of the cosine, as a fraction of the learning rate
 
     def __post_init__(self) -> None:
-        require_at_least("accumulation_steps", self.accumulation_steps, 1)
-        require_at_least("warmup_steps", self.warmup_steps, 0)
         require_field_types(self)
-        if self.max_grad_norm is not None:
-            require_positive("max_grad_norm", self.max_grad_norm, "a norm is positive: raise it, or leave it out")
         if isinstance(self.min_lr_ratio, bool) or not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio is {self.min_lr_ratio}; it is a fraction of the learning rate: give 0 to 1")
 
@@ -61,22 +58,22 @@ class TrainerArgs:
     one epoch.
     """
 
-    train_batch_size: int  # rows per batch and rank in training
-    eval_batch_size: int  # rows per batch and rank in evaluation
-    num_epochs: int | None = None  # epochs to train; None for the number that max_train_iters needs
+    train_batch_size: Count  # rows per batch and rank in training
+    eval_batch_size: Count  # rows per batch and rank in evaluation
+    num_epochs: Count | None = None  # epochs to train; None for the number that max_train_iters needs
     # Steps to train; None for no limit. Rows, with schedule_in "rows": the step that reaches the limit is the last.
-    max_train_iters: int | None = None
+    max_train_iters: Count | None = None
     # Steps between evaluations; a last evaluation follows the last step. Rows, with schedule_in "rows".
-    eval_interval: int = 100
+    eval_interval: Count = 100
     # Batches of an evaluation on every rank, so more ranks evaluate more rows; None for all rows of the data set, with
     # any number of ranks.
-    max_eval_iters: int | None = None
-    log_interval: int = 100  # steps between lines of log.jsonl; a checkpoint and the end of the run write one too
+    max_eval_iters: Count | None = None
+    log_interval: Count = 100  # steps between lines of log.jsonl; a checkpoint and the end of the run write one too
     # Folder for log.jsonl, traces and the logs of failed ranks, created if missing. A folder that already contains a
     # run is an error, unless this run continues that run (ckpt_load_dir).
     run_dir: str = "runs/train"
     overwrite: bool = False  # remove the run in run_dir and start a new run; checkpoints are kept
-    seed: int = 1234  # seed of weights, dropout and the order of the data
+    seed: Natural = 1234  # seed of weights, dropout and the order of the data
     # Device of the ranks; "auto" uses GPUs if every rank can have its own GPU, else the CPU.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Name of a pipeline of TrainPipelineFactory; "prefetch", "fused" and "semi_sync" need CUDA.
@@ -88,7 +85,7 @@ class TrainerArgs:
     # Accumulation, clipping and the schedule of learning rates.
     optimization: OptimizationArgs = field(default_factory=OptimizationArgs)
     # Beam width of generative models: the number of items that they generate for every user.
-    top_k_for_generation: int = 10
+    top_k_for_generation: Count = 10
     # Evaluation metrics of retrieval and generation: HR@K (or HitRate@K) and NDCG@K; for generation also Recall@K.
     eval_metrics: tuple[str, ...] = ("HitRate@2", "NDCG@10")
     # Peak of a device in TFLOPS, to which MFU relates; None takes it from a table. Unknown devices have no MFU.
@@ -98,8 +95,8 @@ class TrainerArgs:
     sinks: tuple[SinkName, ...] = ("tensorboard",)
     sink_options: SinkOptions = field(default_factory=SinkOptions)  # settings of the sinks, one table per sink
     profile: bool = False  # record a trace of the steps from profile_step_start to profile_step_end
-    profile_step_start: int = 100  # first step of the trace, counted from 0
-    profile_step_end: int = 200  # the step after the last step of the trace
+    profile_step_start: Natural = 100  # first step of the trace, counted from 0
+    profile_step_end: Natural = 200  # the step after the last step of the trace
     # Steps between checkpoints; a last checkpoint follows the last step. -1 for no checkpoints, not even after SIGTERM.
     # Rows, with schedule_in "rows".
     ckpt_save_interval: int = -1
@@ -110,7 +107,7 @@ class TrainerArgs:
     # for a new run. If it equals ckpt_save_dir, the same command starts the run (the folder is empty) and later
     # continues it. torch pickles a checkpoint's metadata: load only checkpoints that you trust.
     ckpt_load_dir: str = ""
-    ckpt_keep: int = 3  # number of checkpoints to keep; older checkpoints are removed
+    ckpt_keep: Count = 3  # number of checkpoints to keep; older checkpoints are removed
     # Only rank 0 loads training batches, with train_batch_size rows for every rank, and sends each rank its rows.
     single_rank_load: bool = False
     # With single_rank_load: assign rows to ranks by their workloads, instead of to each rank in turn. If every rank
@@ -120,7 +117,7 @@ class TrainerArgs:
     # for the heavy rows of one batch. With enable_balanced_shuffler, windows are exchanged on the host, which stores up
     # to four of them; with balance_sampler no row is exchanged. 1 balances every batch separately. A window changes
     # which rows share a step; the size of a step stays, and every row is still trained once per epoch.
-    shuffle_window: int = 1
+    shuffle_window: Count = 1
     # Read rows by their workloads: the shuffler computes workloads from all lengths before the first epoch, every rank
     # computes the same plan and reads its own rows, so no row is exchanged. The shuffler then only observes. Not for
     # random data; replaces enable_balanced_shuffler.
@@ -129,7 +126,7 @@ class TrainerArgs:
     # train_batch_size is then the maximum number of rows per rank and step. Requires shuffler.equal_size false. With a
     # cosine, every start plans all epochs that are left to count their steps, which takes about a second per million
     # rows; with schedule_in "rows" only if drop_last is set. None: steps of train_batch_size rows per rank.
-    budget_per_rank: float | None = None
+    budget_per_rank: Positive | None = None
     # Unit of max_train_iters, eval_interval, ckpt_save_interval, warmup_steps and the cosine: steps, or rows of all
     # ranks together. With "rows", an evaluation or checkpoint follows the step that reaches the number of rows.
     # log_interval and the trace always count steps.
@@ -137,12 +134,12 @@ class TrainerArgs:
     # Rows of a training step over all ranks together, instead of train_batch_size; every rank trains an equal part. A
     # run that continues with fewer or more ranks then has the same steps; with shuffle_window above 1, the same
     # windows; with budget_per_rank, other steps of at most these rows. None: train_batch_size rows on every rank.
-    global_batch_size: int | None = None
+    global_batch_size: Count | None = None
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        require_numbers(self)
         require_field_types(self)
+        require_trace_and_peak(self)
         require_folders(self)
         self.eval_metrics = tuple(require_names("eval_metrics", self.eval_metrics))
         self.sinks = tuple(require_names("sinks", self.sinks))  # type: ignore[arg-type]  # the loop checks them
@@ -184,17 +181,17 @@ class DatasetArgs:
     # Maximum number of items in a history; older items are cut off. In HSTU's retrieval, the last of them is the item
     # that is predicted. In random data, history and candidates together have at most max_history_seqlen +
     # max_num_candidates items.
-    max_history_seqlen: int
+    max_history_seqlen: Count
     dataset_path: str | None = None  # the folder of the preprocessed data; None for random data
     # Maximum number of candidates per row; 0 for no candidates, so every item of the history has a label.
-    max_num_candidates: int = 0
+    max_num_candidates: Natural = 0
     shuffle: bool = False  # read the training data in a new order in every epoch
     drop_last: bool = False  # leave out the last rows of an epoch of training if they do not fill a batch on every rank
     # Number of processes per rank that assemble batches; 0 assembles them in the rank's own process.
-    num_workers: int = 0
+    num_workers: Natural = 0
     # Labels per candidate, or per item without candidates; no effect on retrieval, which predicts items.
-    num_tasks: int = 1
-    num_batches: int = 100  # batches per rank and epoch of random data; no effect on files
+    num_tasks: Count = 1
+    num_batches: Count = 100  # batches per rank and epoch of random data; no effect on files
     # Distribution of the row lengths of random data; only for random data.
     length_distribution: LengthDistribution = field(default_factory=LengthDistribution)
     # With dataset_name "parquet": the names of the columns of your files.
@@ -204,10 +201,7 @@ class DatasetArgs:
         take_python_scalars(self)
         if not self.dataset_name:
             raise ValueError("dataset_name is empty; it names a data set: give 'random' or another known data set")
-        for name, least in (("max_history_seqlen", 1), ("max_num_candidates", 0), ("num_workers", 0)):
-            require_at_least(name, getattr(self, name), least)
-        for name in ("num_tasks", "num_batches"):
-            require_at_least(name, getattr(self, name), 1)
+        require_field_types(self)
         if self.length_distribution != LengthDistribution() and self.dataset_name not in RANDOM_DATASETS:
             raise ValueError(
                 f"length_distribution is set and dataset_name is {self.dataset_name!r}; only random data draw their "

@@ -10,17 +10,8 @@ if TYPE_CHECKING:
     from commons.trainer.config.args import TrainerArgs
 
 
-def require_numbers(args: TrainerArgs) -> None:
-    """Require the least value of every number, and a trace that ends after it starts."""
-    for name in ("train_batch_size", "eval_batch_size", "eval_interval", "log_interval", "shuffle_window"):
-        require_at_least(name, getattr(args, name), 1)
-    for name in ("top_k_for_generation", "ckpt_keep"):
-        require_at_least(name, getattr(args, name), 1)
-    for name in ("global_batch_size", "num_epochs", "max_train_iters", "max_eval_iters"):
-        if getattr(args, name) is not None:
-            require_at_least(name, getattr(args, name), 1)
-    for name in ("seed", "profile_step_start", "profile_step_end"):
-        require_at_least(name, getattr(args, name), 0)
+def require_trace_and_peak(args: TrainerArgs) -> None:
+    """Require a trace that ends after it starts, and a peak of a device."""
     if args.profile_step_end <= args.profile_step_start:
         raise ValueError(
             f"profile_step_end is {args.profile_step_end}, profile_step_start is {args.profile_step_start}; a "
@@ -114,7 +105,6 @@ def require_windows_and_budget(args: TrainerArgs) -> None:
                 "budget every rank reads equally many rows: set budget_per_rank, or leave equal_size True"
             )
         return
-    require_positive("budget_per_rank", args.budget_per_rank, "it is a positive number of average rows: correct it")
     if not args.balance_sampler or args.shuffle_window > 1:
         raise ValueError(
             f"budget_per_rank is {args.budget_per_rank}, balance_sampler is {args.balance_sampler} and "

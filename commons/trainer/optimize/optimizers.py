@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from commons.checks import require_field_types, require_positive
+from commons.checks import Positive, require_field_types
 from commons.trainer.sharding import EmbeddingOptimizer, Sharding, dense_parameters
 
 
@@ -17,12 +17,12 @@ class OptimizerArgs:
     """The optimizers of the model."""
 
     dense_optimizer: Literal["adam", "sgd"] = "adam"  # optimizer of all parameters except embedding tables
-    dense_lr: float = 1e-3  # learning rate of dense_optimizer
+    dense_lr: Positive = 1e-3  # learning rate of dense_optimizer
     adam_betas: tuple[float, float] = (0.9, 0.999)  # Adam's decay rates of the running means
-    adam_eps: float = 1e-8  # Adam's term against division by zero
+    adam_eps: Positive = 1e-8  # Adam's term against division by zero
     # Optimizer of the embedding tables; on CPU fbgemm has "sgd" and "rowwise_adagrad".
     embedding_optimizer: EmbeddingOptimizer = "rowwise_adagrad"
-    embedding_lr: float = 0.05  # learning rate of embedding_optimizer
+    embedding_lr: Positive = 0.05  # learning rate of embedding_optimizer
     sharding: Sharding | None = None  # sharding of the embedding tables; None lets TorchRec's planner choose
 
     def kinds(self) -> dict[str, str]:
@@ -31,13 +31,10 @@ class OptimizerArgs:
 
     def __post_init__(self) -> None:
         require_field_types(self)
-        for name in ("dense_lr", "embedding_lr"):
-            require_positive(name, getattr(self, name), "a learning rate is positive and finite: correct it")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(
                 f"adam_betas is {self.adam_betas}; they are two numbers of at least 0 and below 1: correct it"
             )
-        require_positive("adam_eps", self.adam_eps, "it is a small positive number: correct it")
 
 
 def build_optimizer(model: nn.Module, args: OptimizerArgs) -> torch.optim.Optimizer:

@@ -91,7 +91,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it is a folder"),
         ({"run_dir": ""}, "run_dir is empty; it is the folder of the run"),
-        ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; a norm is positive: raise it"),
+        ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; it is a positive number: correct it"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"optimization": {"min_lr_ratio": True}}, "min_lr_ratio is True"),
         (
