@@ -112,8 +112,10 @@ class TrainingLoop:
         )
         self._evaluation: Evaluation | None = None
         if eval_loader is not None:
-            self._shufflers.append(recipe.build_shuffler(balances=args.shuffle_eval))
-            self._evaluation = Evaluation(recipe, self._model, eval_loader, self._shufflers[-1])
+            of_evaluation = recipe.build_shuffler(balances=args.shuffle_eval)
+            of_evaluation.options = replace(of_evaluation.options, speeds="equal")  # nothing times its steps
+            self._shufflers.append(of_evaluation)
+            self._evaluation = Evaluation(recipe, self._model, eval_loader, of_evaluation)
         # The step of the latest evaluation, and its results by their names in the log.
         self._evaluated_at, self._results = -1, dict[str, Any]()
         # Steps or rows of the run. With this limit only, epochs repeat until it is reached.

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from commons.distributed.batch_shuffler import BaseTaskBalancedBatchShuffler, IdentityBalancedBatchShuffler
 from commons.distributed.gather import rank_speeds
+from commons.distributed.options import ShufflerOptions
 from commons.trainer import TrainerArgs, loop
 from commons.trainer.checkpoint import checkpoints
 from commons.trainer.loop import TrainingLoop
@@ -218,6 +219,17 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
     # None where a rank on a busy machine has reported no time since its last shuffle.
     first, second = (statistics.median(speed for speed in each if speed is not None) for each in zip(*speeds))
     assert 0 < second < first
+
+
+def _logged_with_speeds(run_dir):
+    measured = lambda recipe, **_: RowsShuffler(ShufflerOptions(speeds="measured"))  # noqa: E731
+    with mock.patch.object(Parts, "build_shuffler", measured), logged() as said:
+        run_loop(run_dir, "none", ([2, 2], [60, 60]), True)
+    return said
+
+
+def test_an_evaluation_awaits_no_times(two_ranks, tmp_path):
+    assert not any("has reported a time" in text for text in two_ranks.run(_logged_with_speeds, str(tmp_path))[0])
 
 
 @on_two_ranks
