@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,46 +32,6 @@ class GenerationOutput(LossOutput):
     # valid, the same for equal SIDs of the batch.
     candidates: torch.Tensor
     num_candidates: torch.Tensor  # int64 `(num_rows,)`, number of true items of each real row
-
-
-class CodeEmbedding(nn.Module):
-    """Looks up the ids of both sequences in one table.
-
-    The forward has no control flow and the collection is a TorchRec module, so DistributedModelParallel can shard the
-    table and a train pipeline can separate the lookup from the rest of the model.
-
-    Args:
-        feature_names: keys of the histories' and the candidates' ids.
-        num_codes: number of codes of all hierarchies together.
-        embedding_dim: width of an embedding.
-        device: device of the table, None for the CPU; with "meta", sharding makes and initialises the shards.
-    """
-
-    def __init__(
-        self,
-        feature_names: Sequence[str],
-        num_codes: int,
-        embedding_dim: int,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.feature_names = list(feature_names)
-        table = EmbeddingConfig(
-            name=TABLE, embedding_dim=embedding_dim, num_embeddings=num_codes, feature_names=self.feature_names
-        )
-        self.collection = EmbeddingCollection(tables=[table], device=device)
-
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Embeddings by feature name.
-
-        Args:
-            features: int64 ids of both sequences.
-
-        Returns:
-            For each sequence a JaggedTensor with values `(num_ids, embedding_dim)` and lengths `(batch_size,)`.
-        """
-        return self.collection(features)
 
 
 class SIDGRModel(nn.Module):
@@ -116,9 +76,13 @@ class SIDGRModel(nn.Module):
         self.config = config
         self.trie = trie
         self.beam_width = beam_width
-        self.embedding = CodeEmbedding(
-            feature_names, sum(config.codebook_sizes), config.hidden_size, device=embedding_device
+        table = EmbeddingConfig(
+            name=TABLE,
+            embedding_dim=config.hidden_size,
+            num_embeddings=sum(config.codebook_sizes),
+            feature_names=list(feature_names),
         )
+        self.embedding = EmbeddingCollection(tables=[table], device=embedding_device)
         self.dense = SIDDecoder(config, pg_group)
 
     def forward(self, batch: GPTSIDBatch) -> tuple[torch.Tensor, LossOutput]:
