@@ -180,10 +180,10 @@ def _since_balancing_changed(log: RunLog) -> RunLog:
 
 def _logged_balancing(log: RunLog) -> str | None:
     """How the rows of a run were balanced, by its logged numbers; None if nothing could be balanced."""
+    if (in_turn := log.mean("before_in_turn")) is not None:
+        return "by work" if in_turn else "by work, as trained"
     if log.mean("largest_load_after") is None:
         return "off"
-    if log.mean("before_in_turn"):
-        return "by work"
     if log.mean("moved"):
         is_end = log.steps.sum() == 1 and _window_of(log) > 1  # the last window of an epoch may have one batch
         return "windows" if is_end or (_largest(log.column("window")) or 1) > 1 else "balanced"

@@ -296,7 +296,8 @@ class TrainingLoop:
             if self._forward_timer.is_on and "loads_after" in details:
                 details |= {"own_ms": of_all_ranks(self._forward_timer.last_ms, self._device)}
             scale = {} if self._loss_scaler is None else {"loss_scale": self._loss_scaler.get_scale()}
-            details |= {"before_in_turn": 1} if self._data.is_before_in_turn else {}
+            if self._args.balances_at_loading:
+                details |= {"before_in_turn": int(self._data.is_before_in_turn)}
             details |= self._of_first_line
             self._of_first_line = {}
             self._log.line({"step": self._step, **numbers, **scale}, details)

@@ -324,4 +324,4 @@ def test_rows_that_were_balanced_when_loaded_are_not_called_unbalanced(two_ranks
         assert uneven == pytest.approx([2 * max(each) / sum(each) - 1 for each in loads])
     assert shown["imbalance (max ÷ mean − 1)"] == f"{sum(uneven) / 3:.1%}, balanced when loaded"
     assert not {"tokens moved", "largest load saved", "would save"} & shown.keys()
-    assert not any("before_in_turn" in line for line in trained)
+    assert {line["before_in_turn"] for line in trained} == {0}

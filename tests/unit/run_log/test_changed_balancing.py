@@ -21,7 +21,8 @@ from tests.helpers.jobs.run_logs import (
 
 OBSERVE = config_of(shuffler={"mode": "observe"})
 # As rank 0 assigns rows by their work: the shuffler, which only logs, finds nothing better.
-EVEN = [step | {"moved": 0.0, "imbalance_before": step["imbalance_after"]} for step in BALANCED]
+AS_TRAINED = {"moved": 0.0, "before_in_turn": 0}
+EVEN = [step | AS_TRAINED | {"imbalance_before": step["imbalance_after"]} for step in BALANCED]
 LOADS = ("largest_load_after", "imbalance_after", "moved")
 
 
@@ -43,10 +44,12 @@ def report_of_resumed(folder, first, second, config, at=20):
         (AS_LOADED, BALANCED, config_of()),
         (AS_LOADED, BALANCED, config_of(first="off")),
         (AS_LOADED, EVEN, config_of(first="off", enable_balanced_shuffler=False, balance_batch=True)),
+        (BALANCED, EVEN, config_of(enable_balanced_shuffler=False, balance_batch=True)),
+        (EVEN, BALANCED, config_of()),
         (BALANCED, AS_LOADED, OBSERVE),
         (BALANCED, [step | {"window": 4} for step in BALANCED], config_of(shuffle_window=4)),
     ],
-    ids=["observed", "off", "off, then by rank 0", "balanced", "window"],
+    ids=["observed", "off", "off, then by rank 0", "balanced, then by rank 0", "by rank 0", "balanced", "window"],
 )
 def test_the_steps_before_are_left_out(tmp_path, first, second, config):
     report = report_of_resumed(tmp_path, first, second, config)
