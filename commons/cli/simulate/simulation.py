@@ -57,7 +57,7 @@ class Source:
         """Distribute rows in all ways; the first is as loaded."""
         if self.plan_options is None:
             yield from compare_ways(rows, windows)
-            yield _constant_cost(rows, self.batch_size)
+            yield from _constant_cost(rows, self.batch_size)
             return
         yield rows.as_loaded
         yield deal(rows, "each batch", **self.plan_options)
@@ -261,10 +261,10 @@ def _heaviest_step(rows: LoadedRows) -> float:
     return float(np.bincount(rows.step, rows.workloads.astype(np.float64)).max())
 
 
-def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
-    """Steps of a BudgetBatchSampler whose budget per rank is the cost of a batch's rows on average.
+def _constant_cost(rows: LoadedRows, batch_size: int) -> Iterator[DealtRows]:
+    """Yield steps of a BudgetBatchSampler whose budget per rank is the cost of a batch's rows on average.
 
-    The budget is at least the cost of the costliest row.
+    The budget is at least the cost of the costliest row. Nothing is yielded if all rows fit into one step.
     """
     per_step = rows.num_ranks * batch_size
     countable = int(MOST_LOAD / max(1.0, _heaviest_step(rows)) * (1 - 1e-9))
@@ -279,13 +279,14 @@ def _constant_cost(rows: LoadedRows, batch_size: int) -> DealtRows:
     planned = list(sampler.plan(epoch=0))
     planning_ms = 1e3 * (time.thread_time() - begin) / len(planned)
     # Drop the last step, which has the remaining rows: in a whole epoch it would be one of many.
-    steps = planned[:-1] or planned
+    if not (steps := planned[:-1]):
+        return
     loads, tokens = (
         np.stack([sum_by_rank(ranks, values[of_rows], rows.num_ranks) for of_rows, ranks in steps])
         for values in (rows.workloads, rows.tokens)
     )
     most_rows = max(int(np.bincount(ranks).max()) for _, ranks in steps)
-    return DealtRows("constant cost", loads, tokens, planning_ms=planning_ms, budget=Budget(average_rows, most_rows))
+    yield DealtRows("constant cost", loads, tokens, planning_ms=planning_ms, budget=Budget(average_rows, most_rows))
 
 
 def _nothing_gains(result: Comparison, *, has_options: bool) -> Advice:
