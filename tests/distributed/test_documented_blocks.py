@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ BALANCED = "--trainer.enable-balanced-shuffler --trainer.run-dir runs/balanced"
 ML_1M = "python -m benchmarks.raw_data ml-1m --output ml-1m.zip --num-users"  # in the place of the published archive
 # Downloads for minutes; ci/test_wheel.sh installs so in a clean environment.
 NO_DOWNLOAD = {"pip install": "pip install --quiet --no-index --no-deps --no-build-isolation --dry-run"}
+OF_STACK = NO_DOWNLOAD | {"torchrec==1.8.0": f"torchrec=={version('torchrec')}"}  # STACK=oldest and newest have another
 CALIBRATE = {"evenrank calibrate": "--num-mixes 24 --repeats 1"}  # measures for half a minute
 
 # Files of which blocks may be excerpts that are not listed: test_examples.py and tests/extras run them on two ranks.
@@ -73,7 +75,7 @@ EXCERPTS_OF = (
 )
 
 BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
-    ("README.md", "Install", 0): Shell(instead=NO_DOWNLOAD, shows="torchrec"),
+    ("README.md", "Install", 0): Shell(instead=OF_STACK, shows="torchrec"),
     ("README.md", "Use it in your TorchRec script", 0): Python(given.all_rows_were_trained),
     ("README.md", "A shuffler for your own model", 0): Python(given.costs_are_those_of_a_transformer),
     ("README.md", "What it gains", 0): Shell(
@@ -85,7 +87,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
         shows=r"ci/demo\.sh [\s\S]*-m pytest",
     ),
     ("docs/quickstart.md", "Install", 0): Shell(instead=NO_DOWNLOAD),
-    ("docs/quickstart.md", "Install", 1): Shell(instead=NO_DOWNLOAD),
+    ("docs/quickstart.md", "Install", 1): Shell(instead=OF_STACK),
     ("docs/quickstart.md", "A first run", 0): Shell(
         quick=True,
         more={"hstu.train": FEW_STEPS},
@@ -161,9 +163,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
     ("docs/launch.md", "Kubernetes", 0): Shell(quick=True, instead={"kubectl apply -f": "ls"}),
     ("docs/launch.md", "TorchX", 0): Shell(instead={".+": "true"}),  # extras/test_torchx.py runs what is printed
     # extras/test_ray.py runs it.
-    ("docs/launch.md", "Ray Train", 0): Shell(
-        more={"ray_train.py": "--help"}, instead=NO_DOWNLOAD, shows="--num-workers"
-    ),
+    ("docs/launch.md", "Ray Train", 0): Shell(more={"ray_train.py": "--help"}, instead=OF_STACK, shows="--num-workers"),
     ("docs/launch.md", "From a script or a notebook", 0): Python(given.one_rank_trained),
     ("docs/launch.md", "Restart", 0): Shell(
         more={"hstu.train": FEW_STEPS}, files=("runs/restarted/checkpoints/step_00000002/state.json",)
@@ -209,7 +209,7 @@ BLOCKS: dict[tuple[str, str, int], Python | Shell] = {
         quick=True, shows="one sample alone is more than an even share"
     ),
     # `pytest` would run this suite.
-    ("CONTRIBUTING.md", "Run", 0): Shell(instead=NO_DOWNLOAD | {"pytest .*": "pytest --version"}),
+    ("CONTRIBUTING.md", "Run", 0): Shell(instead=OF_STACK | {"pytest .*": "pytest --version"}),
     ("docs/reliability.md", "Restart within the process", 0): Python(given.abort_ends_a_wait),
     ("CONTRIBUTING.md", "Test", 0): Python(given.ranks_add_up),
     ("CONTRIBUTING.md", "Add a model", 0): Python(given.recipe_trains),
