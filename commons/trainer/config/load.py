@@ -114,7 +114,8 @@ def make_config(config_class: type[C], content: Mapping[str, Any], *, where: str
         return dacite.from_dict(config_class, content, dacite.Config(strict=True, cast=[tuple]))
     except dacite.WrongTypeError as error:
         hint = error.field_type
-        kind = str(hint).replace("typing.", "") if typing.get_args(hint) else hint.__name__
+        names = (str(each) if typing.get_args(each) else each.__name__ for each in _options(hint))
+        kind = " | ".join(names).replace("typing.", "").replace("NoneType", "None")
         kind = "true or false" if hint is bool else kind  # "yes" is a text in YAML 1.2
         kind = f"a list, {kind}" if tuple in _kinds(hint) else kind
         value = textwrap.shorten(repr(error.value), 400, placeholder=" …")

@@ -161,6 +161,7 @@ def test_the_configs_that_come_along(path):
             "[trainer]\ntrain_batch_size = 3\n[dataset]\n",
             "trainer.eval_batch_size, dataset.dataset_name, dataset.max_history_seqlen are missing; they have no ",
         ),
+        (TOML.replace("= 8", '= 8\nnum_epochs = "3"'), r"num_epochs is '3'; it must be int \| None: correct it$"),
         (TOML.replace("slack = 0.5", 'mode = "on"'), "trainer.shuffler.mode is 'on'; it must be .*'balance'"),
         (
             TOML.replace("[trainer]", '[trainer]\neval_metrics = "NDCG@10"'),
