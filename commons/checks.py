@@ -159,7 +159,8 @@ def require_field_types(settings: Any) -> None:
         if value is None and (is_optional or not hasattr(settings, name)):  # a subclass may set it later
             continue
         if Positive in options:
-            require_positive(name, value, "it is a positive number: correct it")
+            or_else = ", or leave it out" if is_optional else ""
+            require_positive(name, value, f"it must be a positive and finite number: correct it{or_else}")
         elif Count in options or Natural in options:
             require_at_least(name, value, int(Count in options), optional=is_optional)
         if get_origin(hint) is Literal:

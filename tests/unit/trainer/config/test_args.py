@@ -56,7 +56,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ),
         (BUDGET, "budget_per_rank is 8.0, balance_sampler is False and shuffle_window is 1; .* set"),
         (BUDGET | SAMPLER | WINDOW, "balance_sampler is True and shuffle_window is 2; .* leave shuffle_window 1"),
-        (SAMPLER | {"budget_per_rank": 0.0}, "budget_per_rank is 0.0; it is a positive number"),
+        (SAMPLER | {"budget_per_rank": 0.0}, "budget_per_rank is 0.0; it must be a positive"),
         (BUDGET | SAMPLER, "budget_per_rank is 8.0 and shuffler.equal_size is True; .* set shuffler.equal_size to"),
         (
             {"schedule_in": "rows", "eval_interval": 3},
@@ -91,7 +91,7 @@ WINDOW, BUDGET = {"shuffle_window": 2}, {"budget_per_rank": 8.0}
         ({"ckpt_save_interval": 3, "optimization": OptimizationArgs(accumulation_steps=2)}, "give a multiple"),
         ({"ckpt_save_dir": ""}, "ckpt_save_dir is empty; it is a folder"),
         ({"run_dir": ""}, "run_dir is empty; it is the folder of the run"),
-        ({"optimization": {"max_grad_norm": 0.0}}, "max_grad_norm is 0.0; it is a positive number: correct it"),
+        ({"optimization": {"max_grad_norm": 0.0}}, "finite number: correct it, or leave it out"),
         ({"optimization": {"min_lr_ratio": 1.5}}, "min_lr_ratio is 1.5"),
         ({"optimization": {"min_lr_ratio": True}}, "min_lr_ratio is True"),
         (
