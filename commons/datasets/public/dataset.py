@@ -1,12 +1,10 @@
 """The description of a public data set, and the reader of its raw files: events, users and items.
 
-DuckDB reads the text files, CSV or lines of fields, and checks every value. After an error the file is read again line
-by line, so that the message has the line number, the value and the rule.
+DuckDB reads the text files, CSV or lines of fields, and checks every value by its type; its errors name the line.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import csv
 import glob
@@ -15,49 +13,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
-from commons.console import reason_of
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
 from commons.datasets.sequences.event_store import EventStore, sql_name, sql_text
 from commons.datasets.sequences.file import SequenceSchema
 from commons.datasets.sequences.writer import SequenceSource, preprocess
 
 _LONGEST_LINE = 1 << 20
-_LONGEST_SHOWN = 80
+_LONGEST_HEADER = 1 << 16
+_LONGEST_SHOWN = 100
 _MOST_IN_MEMORY = 256 << 20
-_REMEDY = "repair it or download the archive again"
-
-
-class Column(NamedTuple):
-    """A column of a text file."""
-
-    name: str  # name in the header, if there is one
-    type: str = "VARCHAR"  # type in SQL
-    pattern: str | None = None  # a regular expression that matches a whole value; None for any text
-    rule: str = "a text"  # the pattern in words, for errors: "seconds since 1970"
-
-    def fits(self, value: str) -> bool:
-        """Whether a text is a value of the column."""
-        return self.pattern is None or re.fullmatch(self.pattern, value, re.ASCII) is not None
-
-    def sql(self, value: str) -> str:
-        """SQL of the typed column, from the SQL of its text; DuckDB raises an error for an invalid text."""
-        if self.pattern is None:
-            return value
-        choices = self.pattern.replace(r"\.", ".").split("|")
-        fits = f"regexp_full_match({value}, {sql_text(self.pattern)})"
-        if all(choice.replace(".", "").isalnum() for choice in choices):  # a list of plain values: IN is faster
-            fits = f"{value} IN ({', '.join(map(sql_text, choices))})"
-        return f"CASE WHEN {fits} THEN {value}::{self.type} ELSE error('no {self.name}') END"
-
-
-# Type, pattern and rule of ids.
-ID = ("INTEGER", r"\d{1,8}", "a number of 0 to 99,999,999")
 
 
 @dataclass(frozen=True)
@@ -65,7 +35,8 @@ class TextLayout:
     """The layout of a CSV file with a header, or of a Latin-1 file with another separator and without a header."""
 
     title: str  # description for errors: of the file or, without a header, of a line
-    columns: tuple[Column, ...]  # the columns of a CSV file that are read or, without a header, all columns
+    # SQL type of each column by name: of the columns of a CSV file that are read or, without a header, of all columns.
+    columns: Mapping[str, str]
     separator: str = ","
     may_be_empty: bool = False  # whether a file may have no rows
 
@@ -74,23 +45,16 @@ class TextLayout:
         """Whether it is a CSV file."""
         return self.separator == ","
 
-    @property
-    def encoding(self) -> str:
-        """Encoding of the text."""
-        return "utf-8" if self.has_header else "latin-1"
-
-    def split(self, line: bytes) -> list[str]:
-        """The fields of a line; raises csv.Error for a malformed line."""
-        text = line.decode(self.encoding, errors="replace").rstrip("\r\n")
-        return next(csv.reader([text], strict=True), []) if self.has_header else text.split(self.separator)
-
 
 class TextFile:
     """A reader of one text file of a data set, with errors that name the line."""
 
     def __init__(self, files: RawFiles, name: str, layout: TextLayout) -> None:
         self.path, self.where, self._layout = files.paths[name], files.where(name), layout
-        self._names = self._header() if layout.has_header else [column.name for column in layout.columns]
+        with self.path.open("rb") as file:
+            if any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b"")):  # which DuckDB skips
+                raise ValueError(f"{self.where} has NUL bytes, as after a broken download: download it again")
+        self._names = self._header() if layout.has_header else list(layout.columns)
         self.first_row = 0  # row of the store at which this file's events begin
 
     def add_to(self, store: EventStore, event: Mapping[str, str]) -> None:
@@ -111,7 +75,7 @@ class TextFile:
         Raises:
             ValueError: a malformed line, a file of more than 256 MiB, or a repeated id.
         """
-        size, key = self.path.stat().st_size, self._layout.columns[0].name
+        size, key = self.path.stat().st_size, next(iter(self._layout.columns))
         if size > _MOST_IN_MEMORY:
             raise ValueError(
                 f"{self.where} has {size:,} bytes; it is read into memory and may have at most {_MOST_IN_MEMORY:,}: "
@@ -132,36 +96,38 @@ class TextFile:
 
     def line_of(self, row: int) -> str:
         """File and line number of a row, for errors; empty lines are not rows."""
-        with self.path.open("rb") as file:
+        with self.path.open(encoding="latin-1") as file:
             lines = (number for number, line in enumerate(file, 1) if line.strip())
             return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
 
     @contextlib.contextmanager
     def _rows(self) -> Iterator[str]:
         """A context with SQL of the file's rows; DuckDB's errors inside become ValueErrors that name the line."""
-        layout = self._layout
+        layout, quote = self._layout, '"' if self._layout.has_header else ""
+        places = [f"c{place}" for place in range(len(self._names))]  # a file may have two columns of one name
+        types = (sql_text(layout.columns.get(name, "VARCHAR")) for name in self._names)
         options = {
-            "columns": "{" + ", ".join(f"'c{place}': 'VARCHAR'" for place in range(len(self._names))) + "}",
+            "columns": "{" + ", ".join(f"{place}: {kind}" for place, kind in zip(places, types)) + "}",
+            "force_not_null": f"[{', '.join(map(sql_text, places))}]",
             "delim": sql_text(layout.separator),
             "header": layout.has_header,
-            "quote": sql_text('"' if layout.has_header else ""),
-            "escape": sql_text('"' if layout.has_header else ""),
-            "encoding": sql_text(layout.encoding),
+            "quote": sql_text(quote),
+            "escape": sql_text(quote),
+            "encoding": sql_text("utf-8" if layout.has_header else "latin-1"),
             "max_line_size": _LONGEST_LINE,
             "auto_detect": False,
         }
         stated = ", ".join(f"{key} = {value}" for key, value in options.items())
-        texts = {each: f"coalesce(c{self._names.index(each.name)}, '')" for each in layout.columns}
-        values = ", ".join(f"{each.sql(text)} AS {sql_name(each.name)}" for each, text in texts.items())
-        with self.path.open("rb") as file:
-            has_nul = any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b""))
+        values = ", ".join(f"c{self._names.index(name)} AS {sql_name(name)}" for name in layout.columns)
         try:
-            if has_nul:  # DuckDB skips NUL bytes, with which a broken download may end
-                raise duckdb.InvalidInputException("it has NUL bytes")
             yield f"(SELECT {values} FROM read_csv({sql_text(glob.escape(str(self.path)))}, {stated}))"  # noqa: S608
         except duckdb.Error as error:
-            raise self._first_wrong() or ValueError(
-                f"{self.where} cannot be read ({reason_of(error)}); it must be {layout.title}: download the archive "
+            # The line, its number and what is wrong, without DuckDB's own remedies.
+            lines = re.split(r"\n\n|\nPossible", str(error))[0].splitlines()
+            shown = " ".join(line[:_LONGEST_SHOWN] for line in lines if line)
+            shown = re.sub(r'column "c(\d+)"', lambda found: f"column {self._names[int(found[1])]!r}", shown)
+            raise ValueError(
+                f"{self.where} cannot be read ({shown}); it must be {layout.title}: repair it or download the archive "
                 "again"
             ) from error
 
@@ -172,59 +138,15 @@ class TextFile:
             raise ValueError(f"{self.where} {found}; it must be {self._layout.title}: download the archive again")
 
     def _header(self) -> list[str]:
-        with self.path.open("rb") as file:
-            line = file.readline(_LONGEST_LINE + 1)
-        self._require_short(line, 1)
-        try:
-            header = self._layout.split(line.removeprefix(codecs.BOM_UTF8))
-        except csv.Error as error:
-            raise ValueError(
-                f"{self.where} line 1 is no line of a CSV file ({error}); fields are separated by commas and lines by "
-                "line feeds: download the archive again"
-            ) from error
-        missing = [column.name for column in self._layout.columns if header.count(column.name) != 1]
+        with self.path.open(encoding="utf-8-sig", errors="replace") as file:
+            header = next(csv.reader([file.readline(_LONGEST_HEADER)]), [])
+        missing = [name for name in self._layout.columns if header.count(name) != 1]
         if missing:
             raise ValueError(
-                f"{self.where} has columns {', '.join(header) or 'none'}; it must be {self._layout.title}, with "
-                f"{', '.join(missing)} exactly once: give the archive as published"
+                f"{self.where} has columns {', '.join(header)[:_LONGEST_SHOWN] or 'none'}; it must be "
+                f"{self._layout.title}, with {', '.join(missing)} exactly once: give the archive as published"
             )
         return header
-
-    def _first_wrong(self) -> ValueError | None:
-        """An error about the first invalid line, if there is one."""
-        with self.path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
-                self._require_short(line, number)
-                rule = None
-                if line.strip() and (number > 1 or not self._layout.has_header):
-                    rule = self._broken_rule(line)
-                if rule is not None:
-                    return ValueError(f"{self.where} line {number} {rule}: {_REMEDY}")
-        return None
-
-    def _broken_rule(self, line: bytes) -> str | None:
-        """The error in a line, in words; None for a valid line."""
-        layout, num_fields = self._layout, len(self._names)
-        try:
-            fields = layout.split(line)
-        except csv.Error:
-            fields = []
-        values = dict(zip(self._names, fields))
-        wrong = [each for each in layout.columns if len(fields) == num_fields and not each.fits(values[each.name])]
-        if len(fields) == num_fields and not wrong:
-            return None
-        text = _shortened(line.decode(layout.encoding, errors="replace").rstrip("\r\n"))
-        if not layout.has_header:
-            return f"is {text}; a line is {layout.title}"
-        if not wrong:
-            return f"is {text}, {len(fields)} fields; the header has {num_fields}"
-        return f"has {wrong[0].name} {_shortened(values[wrong[0].name])}; {wrong[0].name} is {wrong[0].rule}"
-
-    def _require_short(self, line: bytes, number: int) -> None:
-        if len(line) > _LONGEST_LINE:
-            raise ValueError(
-                f"{self.where} line {number} has more than {_LONGEST_LINE:,} bytes, the maximum of a line: {_REMEDY}"
-            )
 
 
 @dataclass(frozen=True)
@@ -292,8 +214,3 @@ def _require_listed(store: EventStore, part: str, listed: pa.Table, name: str, e
             f"{file.line_of(row - file.first_row)} has {listed.column_names[0]} {found['value'][0]}, which {name} does "
             "not list; both files must come from one archive: download it again"
         )
-
-
-def _shortened(text: str) -> str:
-    """The beginning of a text, quoted."""
-    return repr(text) if len(text) <= _LONGEST_SHOWN else repr(text[:_LONGEST_SHOWN]) + " …"

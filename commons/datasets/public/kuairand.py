@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayout
+from commons.datasets.public.dataset import PublicDataset, TextLayout
 from commons.datasets.public.raw_files import RawKind
 from commons.datasets.sequences.file import SequenceSchema
 
@@ -37,18 +37,13 @@ USER_FEATURES = (
 )
 # Default contextual features: each is one token before the history.
 _CONTEXTUAL = ("user_id", "user_active_degree", *USER_FEATURES[4:8])
-_USER = Column("user_id", *ID)
 _LOG = TextLayout(
     "a KuaiRand log",
-    (
-        *(_USER, Column("video_id", *ID)),
-        Column("time_ms", "BIGINT", r"\d{1,14}", "a number of milliseconds since 1970"),
-        *(Column(name, "SMALLINT", "0|1", "0 or 1") for name in FEEDBACK_WEIGHTS),
-    ),
+    {"user_id": "INTEGER", "video_id": "INTEGER", "time_ms": "BIGINT", **dict.fromkeys(FEEDBACK_WEIGHTS, "BOOLEAN")},
     may_be_empty=True,  # a log of only a few users may have no line
 )
-_USERS = TextLayout("KuaiRand's user features", (_USER, *map(Column, USER_FEATURES)))
-_ACTION = " + ".join(f"{weight} * {name}" for name, weight in FEEDBACK_WEIGHTS.items())
+_USERS = TextLayout("KuaiRand's user features", {"user_id": "INTEGER", **dict.fromkeys(USER_FEATURES, "VARCHAR")})
+_ACTION = " + ".join(f"{weight} * {name}::SMALLINT" for name, weight in FEEDBACK_WEIGHTS.items())
 _EVENT = {"user": "user_id", "item": "video_id", "action": f"({_ACTION})::SMALLINT", "time": "time_ms"}
 
 

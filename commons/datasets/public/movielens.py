@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayout
+from commons.datasets.public.dataset import PublicDataset, TextLayout
 from commons.datasets.public.raw_files import RawFiles, RawKind
 from commons.datasets.sequences.file import SequenceSchema
 
@@ -32,44 +32,26 @@ SCHEMA_20M = SequenceSchema(
     action_feature_name="rating",
     tasks=(partial(np.less_equal, 8), partial(np.less_equal, 10)),
 )
-_INTEGER, _NUMBER = ("INTEGER", r"\d{1,9}"), ("BIGINT", r"\d{1,9}")
 _RATINGS = TextLayout(
-    "UserID::MovieID::Rating::Timestamp with a rating of 1 to 5",
-    (
-        *(Column("user", *_INTEGER), Column("item", *_INTEGER)),
-        *(Column("action", "SMALLINT", "1|2|3|4|5"), Column("time", "BIGINT", r"\d{1,18}")),
-    ),
+    "lines of UserID::MovieID::Rating::Timestamp",
+    {"user": "INTEGER", "item": "INTEGER", "action": "ENUM('1', '2', '3', '4', '5')", "time": "BIGINT"},
     "::",
 )
 _USERS = TextLayout(
-    "UserID::Gender::Age::Occupation::Zip-code with a gender of F or M",
-    (
-        *(Column("user_id", *_INTEGER), Column("gender", "VARCHAR", "F|M"), Column("age", *_NUMBER)),
-        *(Column("occupation", *_NUMBER), Column("zip", "VARCHAR", r"[^:\r]+")),
-    ),
+    "lines of UserID::Gender::Age::Occupation::Zip-code",
+    {"user_id": "INTEGER", "gender": "VARCHAR", "age": "BIGINT", "occupation": "BIGINT", "zip": "VARCHAR"},
     "::",
 )
 _MOVIES = TextLayout(
-    "MovieID::Title::Genres",
-    (Column("movie_id", *_INTEGER), Column("title", "VARCHAR", ".+"), Column("genres", "VARCHAR", r"[^:\r]+")),
-    "::",
+    "lines of MovieID::Title::Genres", {"movie_id": "INTEGER", "title": "VARCHAR", "genres": "VARCHAR"}, "::"
 )
-
-_MOVIE = Column("movieId", *ID)
+_STARS = "ENUM('0.5', '1', '1.0', '1.5', '2', '2.0', '2.5', '3', '3.0', '3.5', '4', '4.0', '4.5', '5', '5.0')"
+_HALF_STARS = "(2 * rating::VARCHAR::FLOAT)::SMALLINT"
 _RATINGS_CSV = TextLayout(
     "MovieLens-20M's ratings, userId,movieId,rating,timestamp",
-    (
-        *(Column("userId", *ID), _MOVIE),
-        Column(
-            "rating",
-            "FLOAT",
-            r"0\.5|1|1\.0|1\.5|2|2\.0|2\.5|3|3\.0|3\.5|4|4\.0|4\.5|5|5\.0",
-            "0.5 to 5 in steps of 0.5",
-        ),
-        Column("timestamp", "BIGINT", r"\d{1,11}", "a number of seconds since 1970"),
-    ),
+    {"userId": "INTEGER", "movieId": "INTEGER", "rating": _STARS, "timestamp": "BIGINT"},
 )
-_MOVIES_CSV = TextLayout("MovieLens-20M's movies, movieId,title,genres", (_MOVIE,))
+_MOVIES_CSV = TextLayout("MovieLens-20M's movies, movieId,title,genres", {"movieId": "INTEGER"})
 
 
 def _require_20m(files: RawFiles) -> None:
@@ -89,7 +71,7 @@ ML_1M = PublicDataset(
     raw=RawKind("MovieLens-1M", "ml-1m.zip", "ml-1m"),
     event_files=("ratings.dat",),
     layout=_RATINGS,
-    event={column.name: column.name for column in _RATINGS.columns},
+    event={"user": "user", "item": "item", "action": "action::VARCHAR::SMALLINT", "time": "time"},
     # Ratings 1 to 5 are used directly as ids: row 0 of an embedding table of ratings stays unused.
     action_vocabulary_size=6,
     listings={"user": ("users.dat", _USERS), "item": ("movies.dat", _MOVIES)},
@@ -99,7 +81,7 @@ ML_20M = PublicDataset(
     raw=RawKind("MovieLens-20M", "ml-20m.zip", "ml-20m"),
     event_files=("ratings.csv",),
     layout=_RATINGS_CSV,
-    event={"user": "userId", "item": "movieId", "action": "(2 * rating)::SMALLINT", "time": "timestamp"},
+    event={"user": "userId", "item": "movieId", "action": _HALF_STARS, "time": "timestamp"},
     action_vocabulary_size=11,
     listings={"item": ("movies.csv", _MOVIES_CSV)},  # titles have commas and quotes, but no line breaks
     check=_require_20m,

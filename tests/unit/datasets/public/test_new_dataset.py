@@ -5,16 +5,15 @@ from functools import partial
 import numpy as np
 import pyarrow.parquet as pq
 
-from commons.datasets.public.dataset import ID, Column, PublicDataset, TextLayout
+from commons.datasets.public.dataset import PublicDataset, TextLayout
 from commons.datasets.public.raw_files import RawKind
 from commons.datasets.sequences.file import SequenceSchema
 
-READ_AT = Column('Read-"At"', "BIGINT", r"-?\d{1,11}")
 SHELF = PublicDataset(
     schema=SequenceSchema("shelf", ("user_id",), "book", "order", (partial(np.less_equal, 1),)),
     raw=RawKind("Shelf", "shelf.zip", "shelf"),
     event_files=("log 1.csv",),
-    layout=TextLayout("a log", (Column("reader"), Column("book", *ID), Column("order", "SMALLINT", "0|1"), READ_AT)),
+    layout=TextLayout("a log", {"reader": "VARCHAR", "book": "INTEGER", "order": "SMALLINT", 'Read-"At"': "BIGINT"}),
     event={"user": "reader", "item": "book", "action": '"order"', "time": '"Read-""At"""'},
     action_vocabulary_size=2,
 )
