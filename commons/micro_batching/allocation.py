@@ -208,26 +208,10 @@ def _require_room(values: np.ndarray, capacity: int) -> None:
 
 
 def _no_groups(problem: PackingProblem) -> ValueError:
-    weights, capacity, divisor, most = problem.weights, problem.capacity, problem.divisor, problem.most_groups
-    fewest = l2_bound(weights, capacity)
-    remedy = "lower n_groups_divisor, raise the capacity or pass more rows"
-    if problem.round_up(fewest) > most:
-        why = f"{int(weights.sum())} in {len(weights)} values" if fewest >= problem.min_groups else "min_groups"
-        return ValueError(
-            f"{max(fewest, problem.min_groups)} groups are needed (for {why}, capacity {capacity}), the next multiple "
-            f"of n_groups_divisor {divisor} is {problem.round_up(fewest)}, there are {len(weights)} rows; every group "
-            f"has a row: {remedy}"
-        )
-    equal, reason = "", "no packing was found"
-    if problem.equal_size:
-        # There are more than half as many groups as rows, so each has one or two rows; pairs of the lightest rows are
-        # best. Fewer groups cannot fit either: halving them would give this number of groups.
-        num_pairs = len(weights) - most
-        lightest = weights[len(weights) - 2 * num_pairs :]
-        heaviest_pair = int((lightest + lightest[::-1]).max())
-        equal = " of equal size"
-        reason = f"{num_pairs} groups have two rows, and one of these groups sums to at least {heaviest_pair}"
+    least = max(problem.min_groups, l2_bound(problem.weights, problem.capacity))
+    equal = " of equal size" if problem.equal_size else ""
     return ValueError(
-        f"{len(weights)} rows do not fit {most} groups{equal}, the most that n_groups_divisor {divisor} allows, under "
-        f"capacity {capacity}: {reason}; {remedy}"
+        f"{len(problem.weights)} rows fit no number of groups{equal} that is a multiple of n_groups_divisor "
+        f"{problem.divisor} and at least {least}, under capacity {problem.capacity}; every group has a row: lower "
+        "n_groups_divisor, raise the capacity or pass more rows"
     )

@@ -22,8 +22,6 @@ from commons.perf_model.partitioner import partition, refine
 _PLANNERS = {"kk": "karmarkar_karp", "refined": "refined"}
 # Most blocks above the budget that an error lists.
 _SHOWN = 5
-# Most rows of a block that an error lists.
-_NAMED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,23 +67,9 @@ class RowBlocks:
         """Sum values of rows, int64 `(rows,)`, over each block: int64 `(blocks,)`."""
         return sum_by_rank(self.of_row, values, len(self))
 
-    def rows_of(self, block: int) -> list[int]:
-        """The rows of a block, ascending."""
-        return np.flatnonzero(self.of_row == block).tolist()
-
     def select(self, rows: np.ndarray) -> RowBlocks:
         """The blocks of a selection of rows, which must consist of whole blocks."""
         return RowBlocks(numbered(self.of_row[rows]))
-
-    def name(self, block: int) -> str:
-        """The name of a block in errors: "row 3", "rows 2 to 5", "rows 1, 4 and 9"."""
-        rows = self.rows_of(block)
-        if len(rows) == 1:
-            return f"row {rows[0]}"
-        if rows[-1] - rows[0] == len(rows) - 1:
-            return f"rows {rows[0]} to {rows[-1]}"
-        last = str(rows[-1]) if len(rows) <= _NAMED else f"{len(rows) - _NAMED + 1} more"
-        return f"rows {', '.join(map(str, rows[: min(_NAMED, len(rows)) - 1]))} and {last}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,18 +210,14 @@ def no_packing(spec: MicroBatchSpec, tokens: np.ndarray, found: str, num_ranks: 
 
 
 def _require_room(spec: MicroBatchSpec, blocks: RowBlocks, tokens: np.ndarray) -> None:
-    budget, alone = budget_of(spec, tokens), len(blocks) == len(blocks.of_row)
+    budget = budget_of(spec, tokens)
     too_long = np.flatnonzero(tokens > budget)
     if len(too_long) == 0:
         return
-    named = [
-        f"{blocks.name(block)} has {tokens[block]} tokens"
-        if len(blocks.rows_of(block)) == 1
-        else f"{blocks.name(block)} have {tokens[block]} tokens together"
-        for block in too_long[:_SHOWN].tolist()
-    ]
+    what, first_rows = ("row" if len(blocks) == len(blocks.of_row) else "the block of row"), blocks.first_rows
+    named = [f"{what} {first_rows[block]} has {tokens[block]} tokens" for block in too_long[:_SHOWN].tolist()]
     more = f" and {len(too_long) - _SHOWN} more do too" if len(too_long) > _SHOWN else ""
     raise ValueError(
-        f"{', '.join(named)}{more}, max_tokens_per_mb is {budget}; {'rows' if alone else 'blocks'} are never "
-        "split: raise max_tokens_per_mb, or truncate or drop such rows"
+        f"{', '.join(named)}{more}, max_tokens_per_mb is {budget}; rows and blocks are never split: raise "
+        "max_tokens_per_mb, or truncate or drop such rows"
     )

@@ -194,7 +194,7 @@ MISTAKES = {
         ),
         (
             lambda rank: budget(11) | {"groups": [6, 7] if rank else [5, 6, 7]},
-            "rows 1 and 3 have 12 tokens together, rows 2 and 4 have 12 tokens together, max_tokens_per_mb is 11",
+            "the block of row 1 has 12 tokens, the block of row 2 has 12 tokens, max_tokens_per_mb is 11",
         ),
         (lambda rank: {"lengths": [None, None]}, "no rank has a row"),
         (

@@ -188,12 +188,12 @@ def test_metrics_are_those_of_the_packing():
     ("lengths", "options", "message"),
     [
         ([], {}, "the batch has no rows; .*: take rows of other ranks with joint=True"),
-        ([3, 9, 4], {"max_tokens_per_mb": 8}, "^row 1 has 9 tokens, max_tokens_per_mb is 8; rows are never split"),
+        ([3, 9, 4], {"max_tokens_per_mb": 8}, "^row 1 has 9 tokens, max_tokens_per_mb is 8; rows and blocks are never"),
         ([9] * 7, {"max_tokens_per_mb": 8}, "row 0 has 9 tokens, .*row 4 has 9 tokens and 2 more do too, max_tokens"),
         (
             [1, 1, 5, 4],
             {"max_tokens_per_mb": 8, "granularity": 2},
-            "rows 2 to 3 have 9 tokens together, max_tokens_per_mb is 8; blocks are never split",
+            "the block of row 2 has 9 tokens, max_tokens_per_mb is 8; rows and blocks are never split",
         ),
         ([1, 1, 1], {"granularity": 2}, "the batch has 3 rows, granularity is 2; every block has granularity rows"),
         ([1, 1], {"n_mbs": 3}, "n_mbs is 3, the batch has 2 rows; no micro-batch is empty: lower n_mbs"),
