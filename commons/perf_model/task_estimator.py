@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 
-from commons.checks import require_at_least, require_unmasked, take_python_scalars
+from commons.checks import Count, require_field_types, require_unmasked, take_python_scalars
 from commons.perf_model.attention_pairs import as_wide, attention_pairs, is_zero
 
 IntLike = TypeVar("IntLike", int, np.ndarray, torch.Tensor)
@@ -58,18 +58,14 @@ def on_host(compute: Callable[..., Any], *given: Any) -> Any:
 class AttentionTask(ABC):
     """Dimensions of a stack of attention layers."""
 
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    num_layers: int = 1
+    hidden_size: Count  # width of the residual stream
+    num_heads: Count  # query heads
+    head_dim: Count  # width of a head; heads · head_dim may differ from hidden_size
+    num_layers: Count = 1  # layers in the stack
 
     def __post_init__(self) -> None:
         take_python_scalars(self)
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(item.default, bool) or (value is None and item.default is None):
-                continue
-            require_at_least(item.name, value, 1, optional=item.default is None)
+        require_field_types(self)
 
     @abstractmethod
     def _pairs(self, seqlen: Any, num_targets: Any, num_contextual: Any) -> Any:
@@ -187,20 +183,6 @@ def _refuse_counts(lengths: np.ndarray, targets: np.ndarray, contextual: np.ndar
 class HSTUAttentionTask(AttentionTask):
     """Cost of a stack of HSTU layers.
 
-    Args:
-        hidden_size: width of the residual stream.
-        num_heads: attention heads.
-        head_dim: width of a head; heads · head_dim may differ from hidden_size.
-        num_layers: layers in the stack.
-        causal: whether attention is causal.
-        target_group_size: targets that may attend to one another.
-        value_dim: width of a head of u and v; None for head_dim.
-        concat_ux: whether the output projection reads [u, x, y] instead of only y, where x is attention's result and y
-            its product with u, as in the STU layers of generative-recommenders. There, hidden_size is called
-            embedding_dim, head_dim attention_dim and value_dim hidden_dim.
-        max_attn_len: the largest distance at which a token attends to another one, as in `hstu.model.HSTUConfig`; None
-            for no window.
-
     Raises:
         ValueError: a dimension below 1.
 
@@ -209,11 +191,16 @@ class HSTUAttentionTask(AttentionTask):
         array([  0, 176, 368])
     """
 
-    causal: bool = field(default=True, kw_only=True)
-    target_group_size: int = field(default=1, kw_only=True)
-    value_dim: int | None = field(default=None, kw_only=True)
-    concat_ux: bool = field(default=False, kw_only=True)
-    max_attn_len: int | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    causal: bool = True  # whether attention is causal
+    target_group_size: Count = 1  # targets that may attend to one another
+    value_dim: Count | None = None  # width of a head of u and v; None for head_dim
+    # Whether the output projection reads [u, x, y] instead of only y, where x is attention's result and y its product
+    # with u, as in the STU layers of generative-recommenders. There, hidden_size is called embedding_dim, head_dim
+    # attention_dim and value_dim hidden_dim.
+    concat_ux: bool = False
+    # The largest distance at which a token attends to another one, as in `hstu.model.HSTUConfig`; None for no window.
+    max_attn_len: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,19 +234,6 @@ class HSTUAttentionTask(AttentionTask):
 class SelfAttentionTask(AttentionTask):
     """Cost of a stack of transformer layers.
 
-    Args:
-        hidden_size: width of the residual stream.
-        num_heads: query heads.
-        head_dim: width of a head.
-        num_layers: layers in the stack.
-        ffn_hidden_size: width of the feed-forward block; None for 4 · hidden_size.
-        num_query_groups: key and value heads; None for num_heads.
-        gated_ffn: whether the feed-forward block is gated (three matrices instead of two).
-        causal: whether attention is causal.
-        num_experts: feed-forward blocks of a layer from which a router chooses; 1 for a layer without a router.
-        num_active_experts: blocks that a token passes.
-        vocab_size: classes that the head scores for every token; None for no head.
-
     Raises:
         ValueError: a dimension below 1, query groups that do not divide the heads, or more active experts than experts.
 
@@ -268,13 +242,14 @@ class SelfAttentionTask(AttentionTask):
         816
     """
 
-    ffn_hidden_size: int | None = field(default=None, kw_only=True)
-    num_query_groups: int | None = field(default=None, kw_only=True)
-    gated_ffn: bool = field(default=False, kw_only=True)
-    causal: bool = field(default=True, kw_only=True)
-    num_experts: int = field(default=1, kw_only=True)
-    num_active_experts: int = field(default=1, kw_only=True)
-    vocab_size: int | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    ffn_hidden_size: Count | None = None  # width of the feed-forward block; None for 4 · hidden_size
+    num_query_groups: Count | None = None  # key and value heads; None for num_heads
+    gated_ffn: bool = False  # whether the feed-forward block is gated (three matrices instead of two)
+    causal: bool = True  # whether attention is causal
+    num_experts: Count = 1  # feed-forward blocks of a layer from which a router chooses; 1 for a layer without a router
+    num_active_experts: Count = 1  # blocks that a token passes
+    vocab_size: Count | None = None  # classes that the head scores for every token; None for no head
 
     def __post_init__(self) -> None:
         super().__post_init__()
