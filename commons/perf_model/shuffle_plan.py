@@ -11,7 +11,7 @@ window of batches, every rank has one place per batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -172,6 +172,7 @@ class ShufflePlan:
         return plan
 
 
+@dataclass(eq=False)
 class ShufflePlanner:
     """Plans one batch or window after another, each in one native call.
 
@@ -186,29 +187,7 @@ class ShufflePlanner:
     The steps of a window are put in an order that depends only on its workloads: the same on every rank and for every
     repetition, and not with heavy steps always first.
 
-    Args:
-        num_ranks: ranks of the group.
-        steps: batches of a rank that are planned together; for messages, the most.
-        method: name of the partitioning algorithm.
-        equal_size: whether ranks get row counts that differ by at most one.
-        slack: fraction by which the largest load may exceed the best one found, to keep more rows at home.
-        ranks_per_node: ranks that share a node; rows that leave a node count more.
-        max_tokens: cap on the tokens of a rank. If no plan keeps it, the plan that exceeds it least is used.
-        min_gain: no row moves if the largest load would fall by less than this fraction; 0 switches this off.
-        carry_out: False to plan without moving rows.
-        pads: whether results may be padded.
-        has_plan: False to read only the numbers of batches from messages.
-        parts: int64 `(num_parts, 3)`, for the exchange: of every part of the payload its first column in the lengths,
-            its segments per row, and the words of an entry; of a dense part -1, 1, and the words of a row.
-        rank: whose exchange is made.
-        all_gather: whether every rank receives all rows that any rank sends, padded to the largest sender.
-        allocate: makes the index array of the exchange with a number of int64 values; returns it and its address.
-        num_keys: as in `GatheredRows`, for messages.
-        num_kept: the same.
-        has_groups: whether the last kept column has the group of each row; rows of a group end at one place.
-
     Attributes:
-        num_ranks: as given.
         head: the first numbers of the last answer, see `core.SHUFFLE_HEAD`.
         exchange: the numbers of the last plan's exchange: regions (3), words to every rank and from every rank; by own
             batch the words of every part and of the aligning segment; by result whether it changes, its rows, its real
@@ -216,56 +195,45 @@ class ShufflePlanner:
         indices: the index array of the last plan, from `allocate`.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        steps: int = 1,
-        *,
-        method: str = "refined",
-        equal_size: bool = True,
-        slack: float = 0.0,
-        ranks_per_node: int | None = None,
-        max_tokens: int | None = None,
-        min_gain: float = 0.0,
-        carry_out: bool = True,
-        pads: bool = True,
-        has_plan: bool = True,
-        parts: np.ndarray | None = None,
-        rank: int = 0,
-        all_gather: bool = False,
-        allocate: Callable[[int], tuple[Any, int]] | None = None,
-        num_keys: int = 0,
-        num_kept: int = 0,
-        has_groups: bool = False,
-    ) -> None:
-        self.num_ranks, self.head = num_ranks, dict[str, int]()
-        self.exchange: list[int] = []
+    num_ranks: int  # ranks of the group
+    steps: int = 1  # batches of a rank that are planned together; for messages, the most
+    _: KW_ONLY
+    method: str = "refined"  # name of the partitioning algorithm
+    equal_size: bool = True  # whether ranks get row counts that differ by at most one
+    slack: float = 0.0  # fraction by which the largest load may exceed the best one found, to keep more rows at home
+    ranks_per_node: int | None = None  # ranks that share a node; rows that leave a node count more
+    max_tokens: int | None = None  # cap on a rank's tokens; if no plan keeps it, the one that exceeds it least is used
+    min_gain: float = 0.0  # no row moves if the largest load would fall by less than this fraction; 0 switches this off
+    carry_out: bool = True  # False to plan without moving rows
+    pads: bool = True  # whether results may be padded
+    has_plan: bool = True  # False to read only the numbers of batches from messages
+    # int64 `(num_parts, 3)`, for the exchange: of every part of the payload its first column in the lengths, its
+    # segments per row, and the words of an entry; of a dense part -1, 1, and the words of a row.
+    parts: np.ndarray | None = None
+    rank: int = 0  # whose exchange is made
+    all_gather: bool = False  # whether every rank receives all rows that any rank sends, padded to the largest sender
+    # Makes the index array of the exchange with a number of int64 values; returns it and its address.
+    allocate: Callable[[int], tuple[Any, int]] | None = None
+    num_keys: int = 0  # as in `GatheredRows`, for messages
+    num_kept: int = 0  # the same
+    has_groups: bool = False  # whether the last kept column has the group of each row; its rows end at one place
+
+    def __post_init__(self) -> None:
+        self.head, self.exchange = dict[str, int](), list[int]()
         self.indices: Any = None
-        self._parts, self._allocate = parts, allocate
         self._speeds: np.ndarray | None = None
         # Sizes of the answer and the index array, which grow with the batches.
         self._room, self._index_room = 1 << 10, 1 << 10
-        self._arguments = core.ShuffleArguments(
-            num_ranks=num_ranks,
-            steps=steps,
-            method=core.METHODS.index(method),
-            equal_size=equal_size,
-            slack=slack,
-            ranks_per_node=min(ranks_per_node or num_ranks, num_ranks),
-            has_cap=max_tokens is not None,
-            max_tokens=max_tokens or 0,
-            min_gain=min_gain,
-            carry_out=carry_out,
-            pads=pads,
-            has_plan=has_plan,
-            parts=None if parts is None else core.address(parts),
-            num_parts=0 if parts is None else len(parts),
-            rank=rank,
-            all_gather=all_gather,
-            num_keys=num_keys,
-            num_kept=num_kept,
-            has_groups=has_groups,
-        )
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "allocate"}
+        given |= {
+            "method": core.METHODS.index(self.method),
+            "ranks_per_node": min(self.ranks_per_node or self.num_ranks, self.num_ranks),
+            "has_cap": self.max_tokens is not None,
+            "max_tokens": self.max_tokens or 0,
+            "parts": None if self.parts is None else core.address(self.parts),
+            "num_parts": 0 if self.parts is None else len(self.parts),
+        }
+        self._arguments = core.ShuffleArguments(**given)
 
     def plan(
         self, gathered: GatheredRows, destination: np.ndarray | None = None, speeds: np.ndarray | None = None
@@ -340,9 +308,9 @@ class ShufflePlanner:
         while True:
             answer = np.empty(self._room, np.int64)
             index_room, address = 0, None
-            if self._allocate is not None:
+            if self.allocate is not None:
                 index_room = self._index_room
-                self.indices, address = self._allocate(index_room)
+                self.indices, address = self.allocate(index_room)
             try:
                 self.head = core.shuffle(self._arguments, answer, address, index_room)
             except ValueError:
@@ -359,7 +327,7 @@ class ShufflePlanner:
     def _read(self, answer: np.ndarray) -> ShufflePlan:
         """The plan in an answer; also sets `exchange`, whose numbers are between those of places and those of rows."""
         given, head = self._arguments, self.head
-        if self._parts is not None:
+        if self.parts is not None:
             first = len(core.SHUFFLE_HEAD) + (7 * given.num_ranks + 6) * head["steps"]
             self.exchange = answer[first : head["room"] - 4 * head["num_rows"]].tolist()
         return ShufflePlan(head, answer, given.num_ranks, self._speeds)
