@@ -23,18 +23,11 @@ _TOKEN_BUDGET = 0.5
 
 
 class RowTokens(NamedTuple):
-    """Tokens that the model computes for the real rows of a batch: the arguments of `AttentionTask.get_workloads`.
+    """Int64 `(rows,)`, of the real rows of a batch: the arguments of `AttentionTask.get_workloads`."""
 
-    Attributes:
-        seqlen: int64 `(rows,)`, tokens.
-        num_targets: int64 `(rows,)`, how many of the last tokens are targets; None for no targets.
-        num_contextual: int64 `(rows,)`, how many of the first tokens attend to all tokens except the targets; None for
-            0.
-    """
-
-    seqlen: torch.Tensor
-    num_targets: torch.Tensor | None = None
-    num_contextual: torch.Tensor | None = None
+    seqlen: torch.Tensor  # tokens that the model computes
+    num_targets: torch.Tensor | None = None  # how many of the last tokens are targets; None for no targets
+    num_contextual: torch.Tensor | None = None  # first tokens that attend to all tokens except the targets; None for 0
 
     def cpu(self) -> RowTokens:
         """A copy on the host."""

@@ -85,6 +85,7 @@ def _require_pipelineable(batch: Any) -> None:
         )
 
 
+@dataclass(eq=False)
 class LookAhead(Iterator[ShufflingBatch]):
     """An iterator over the host batches of one rank that starts their shuffles.
 
@@ -92,43 +93,28 @@ class LookAhead(Iterator[ShufflingBatch]):
     flight can be trained before `take_error` returns the error. If this rank's batch of that step did not cause the
     error, it is kept for the next iterator.
 
-    Args:
-        source: the rank's own iterator of host batches; it may end at any step. None ends it, as in TorchRec.
-        shuffler: starts the shuffles.
-        pg_group: the process group; None for the shuffler's own.
-        previous: the iterator before this one, whose remaining batches come first; None for the first iterator.
-        handed_out: the handles of returned batches are appended to it, in order; None to keep no handles.
-
     Attributes:
-        source: the rank's own iterator.
         ended: whether no rank has a batch left, or a rank has failed.
         has_failed: whether the iterator ended by an error, which `take_error` has returned.
     """
 
-    def __init__(
-        self,
-        source: Iterator[Any],
-        shuffler: BaseTaskBalancedBatchShuffler,
-        pg_group: dist.ProcessGroup | None = None,
-        previous: LookAhead | None = None,
-        handed_out: deque[ShuffleHandle] | None = None,
-    ) -> None:
-        self.source = source
-        self._handed_out = handed_out
-        self.ended = False
-        self.has_failed = False
+    source: Iterator[Any]  # the rank's own host batches; it may end at any step, and None ends it, as in TorchRec
+    shuffler: BaseTaskBalancedBatchShuffler  # starts the shuffles
+    pg_group: dist.ProcessGroup | None = None  # None for the shuffler's own
+    previous: LookAhead | None = None  # the iterator before this one, whose remaining batches come first
+    handed_out: deque[ShuffleHandle] | None = None  # the handles of returned batches are appended to it; None for none
+
+    def __post_init__(self) -> None:
+        self.ended = self.has_failed = False
         self._num_ends = 0  # how often a pipeline has found it at its end
         self._error: Exception | None = None
-        self._shuffler = shuffler
-        self._pg_group = pg_group
-        self._previous = previous
         self._next: tuple[Any | None, ShuffleHandle] | None = None
         self._kept: Any | None = None
         self._exhausted = False
-        if previous is not None:
+        if (previous := self.previous) is not None:
             # Do not read again, after an error, from a source that has ended: it might block, or start again.
             has_more = not previous.ended or previous.has_failed or previous._error is not None
-            self._exhausted = previous.source is source and previous._exhausted and has_more
+            self._exhausted = previous.source is self.source and previous._exhausted and has_more
             previous.abandon()
 
     def __next__(self) -> ShufflingBatch:
@@ -138,11 +124,11 @@ class LookAhead(Iterator[ShufflingBatch]):
             StopIteration: no rank has a batch left, or a rank has failed.
             RankMissingError: a rank is missing; the batches in flight cannot be trained either.
         """
-        if self._previous is not None:
+        if self.previous is not None:
             with contextlib.suppress(StopIteration):
-                return LookAhead.__next__(self._previous)
+                return LookAhead.__next__(self.previous)
             # The previous iterator has ended: take over its error and the batch that it kept.
-            previous, self._previous = self._previous, None
+            previous, self.previous = self.previous, None
             self._kept, self._error = previous._kept, previous.take_error()
             self.ended = self._error is not None
         if self.ended:
@@ -169,8 +155,8 @@ class LookAhead(Iterator[ShufflingBatch]):
         if batch is None:
             batch = handle.empty_batch()
         self._next = self._read_ahead()
-        if self._handed_out is not None:
-            self._handed_out.append(handle)
+        if self.handed_out is not None:
+            self.handed_out.append(handle)
         return ShufflingBatch(batch, handle)
 
     def take_error(self) -> Exception | None:
@@ -202,8 +188,8 @@ class LookAhead(Iterator[ShufflingBatch]):
         `is_counted`: whether this adds to the session's `resets`, which ranks compare; only where all of them drop a
         shuffle or none does.
         """
-        if self._previous is not None:
-            self._previous.drain(is_counted)
+        if self.previous is not None:
+            self.previous.drain(is_counted)
         if self._next is not None:
             handle = self._next[1]
             handle.drain()
@@ -227,4 +213,4 @@ class LookAhead(Iterator[ShufflingBatch]):
                 raise
             except Exception as caught:  # sent to every rank, which raises it instead of waiting for this rank
                 error = caught
-        return batch, self._shuffler.start_shuffle(batch, self._pg_group, error=error)
+        return batch, self.shuffler.start_shuffle(batch, self.pg_group, error=error)

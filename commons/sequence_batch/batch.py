@@ -57,14 +57,6 @@ class BaseBatch(Pipelineable, _Slots):
     tensor: after a collective, DLPack or numpy has written into such a field, call
     `torch.autograd.graph.increment_version` on its tensor to drop the host copy.
 
-    Attributes:
-        features: sequences, `K` keys over `batch_size` rows.
-        batch_size: number of rows, including padding; None for the number of rows of the fields.
-        feature_to_max_seqlen: maximum sequence length of keys, for models that need it; empty by default.
-        contextual_feature_names: keys of `features` that describe the user rather than the history.
-        labels: KeyedJaggedTensor over `batch_size` rows, or a tensor `(batch_size, ...)`.
-        actual_batch_size: number of real rows; None for all rows.
-
     Raises:
         ValueError: fields with different numbers of rows, a `batch_size` that is not an integer of at least 0,
             `actual_batch_size` outside `[0, batch_size]`, duplicate keys, a variable batch per key, a padding row that
@@ -76,12 +68,12 @@ class BaseBatch(Pipelineable, _Slots):
 
     host_fields: ClassVar[tuple[str, ...]] = ()
 
-    features: KeyedJaggedTensor
-    batch_size: int = None  # type: ignore[assignment]  # an int after __post_init__
-    feature_to_max_seqlen: dict[str, int] = field(default_factory=dict)
-    contextual_feature_names: list[str] = field(default_factory=list)
-    labels: KeyedJaggedTensor | torch.Tensor | None = None
-    actual_batch_size: int | None = None
+    features: KeyedJaggedTensor  # sequences, `K` keys over `batch_size` rows
+    batch_size: int = None  # type: ignore[assignment]  # number of rows, with padding; None for that of the fields
+    feature_to_max_seqlen: dict[str, int] = field(default_factory=dict)  # of keys, for models that need it
+    contextual_feature_names: list[str] = field(default_factory=list)  # keys that describe the user, not the history
+    labels: KeyedJaggedTensor | torch.Tensor | None = None  # over `batch_size` rows, or a tensor `(batch_size, ...)`
+    actual_batch_size: int | None = None  # number of real rows; None for all rows
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
