@@ -57,13 +57,12 @@ class RankingTower(SequenceTower):
         """Logits, and the item id of each prediction."""
         items = batch.features[batch.item_feature_name].values()
         with self.autocast(items.device):
-            encoded = self.encode(embeddings, batch)
-            tokens = encoded.tokens
+            tokens = self.encode(embeddings, batch)
             predicted = tokens.item_tokens
             if batch.num_candidates is not None and batch.max_num_candidates > 0:
-                judged = tokens.last_items(batch.num_candidates.long(), int(encoded.num_candidates.sum()))
+                judged = tokens.last_items(batch.num_candidates.long(), int(batch.host_values("num_candidates").sum()))
                 predicted, items = predicted.index_select(0, judged), items.index_select(0, judged)
-            logits = self.head(encoded.hidden.index_select(0, predicted))
+            logits = self.head(tokens.values.index_select(0, predicted))
         return (logits if logits.dtype == torch.float64 else logits.float()), items
 
     def _check(self, batch: HSTUBatch) -> None:

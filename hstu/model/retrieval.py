@@ -33,7 +33,7 @@ from commons.datasets.hstu_batch import HSTUBatch
 from commons.distributed import global_mean_loss
 from hstu.model.config import RetrievalConfig
 from hstu.model.gathered_rows import gather_rows
-from hstu.model.sequence_model import Embeddings, EncodedSequence, SequenceModel, SequenceTower, by_feature
+from hstu.model.sequence_model import Embeddings, SequenceModel, SequenceTower, by_feature
 
 # Most in-batch scores in memory at a time.
 _MAX_SCORES = 2**24
@@ -64,15 +64,20 @@ class RetrievalTower(SequenceTower):
         self.query = nn.Linear(config.hstu.hidden_size, config.item_dim)
 
     def _compute(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
+        # In training all items of a row except the first are predicted, in evaluation the last one of these.
+        most = None if self.training else 1
+        counts = np.clip(batch.host_lengths(batch.item_feature_name)[0] - 1, 0, most)
+        looked_up = by_feature(embeddings)
         with self.autocast(batch.features.device()):
-            encoded = self.encode(embeddings, batch)
-            if not self.training:
-                return self._evaluate(encoded, batch)
-            counts = np.maximum(encoded.num_items - 1, 0)
-            true = encoded.tokens.last_items((encoded.tokens.item_lengths - 1).clamp(min=0), int(counts.sum()))
-            queries = self._queries(encoded, true - 1)
+            tokens = self.encode(embeddings, batch)
+            true = tokens.last_items((tokens.item_lengths - 1).clamp(0, most), int(counts.sum()))
+            queries = self.query(tokens.values.index_select(0, tokens.last_tokens_of(true - 1)))
+            queries = unit(queries if queries.dtype == torch.float64 else queries.float())
         ids = batch.features[batch.item_feature_name].values().index_select(0, true)
-        items = unit(encoded.items.index_select(0, true).to(queries.dtype))
+        if not self.training:
+            zero = queries.new_zeros(())
+            return zero, RetrievalOutput(zero, 0, queries.detach(), ids.long())
+        items = unit(looked_up[batch.item_feature_name].values().index_select(0, true).to(queries.dtype))
         items_of_ranks = batch.global_lengths(batch.item_feature_name, self._pg_group)
         predictions = None
         if items_of_ranks is not None:
@@ -81,27 +86,12 @@ class RetrievalTower(SequenceTower):
         if negatives is None:
             terms = self._in_batch_terms(queries, items, ids, predictions)
         else:
-            drawn = unit(by_feature(embeddings)[negatives].values().to(queries.dtype))
+            drawn = unit(looked_up[negatives].values().to(queries.dtype))
             terms = self._drawn_terms(queries, items, ids, counts, drawn, batch)
         loss_sum = terms.sum()
         global_count = None if predictions is None else sum(predictions)
         loss = global_mean_loss(loss_sum, terms.numel(), self._pg_group, global_count=global_count)
         return loss, RetrievalOutput(loss_sum.detach(), terms.numel(), queries.detach()[:0], ids[:0].long())
-
-    def _evaluate(self, encoded: EncodedSequence, batch: HSTUBatch) -> tuple[torch.Tensor, RetrievalOutput]:
-        """The query for the last item of every row with at least two items."""
-        tokens = encoded.tokens
-        has_target = tokens.item_lengths >= 2
-        last = tokens.last_items(has_target.long(), int((encoded.num_items >= 2).sum()))
-        queries = self._queries(encoded, last - 1)
-        targets = batch.features[batch.item_feature_name].values().index_select(0, last).long()
-        zero = queries.new_zeros(())
-        return zero, RetrievalOutput(zero, 0, queries.detach(), targets)
-
-    def _queries(self, encoded: EncodedSequence, items: torch.Tensor) -> torch.Tensor:
-        """Queries `(n, item_dim)` for the items that follow `items`."""
-        queries = self.query(encoded.hidden.index_select(0, encoded.tokens.last_tokens_of(items)))
-        return unit(queries if queries.dtype == torch.float64 else queries.float())
 
     def _drawn_terms(
         self,

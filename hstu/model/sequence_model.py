@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,17 +73,6 @@ class _PlainCollection(EmbeddingCollection):
         }
 
 
-@dataclass(frozen=True)
-class EncodedSequence:
-    """The output of the layers for a batch, and their input."""
-
-    hidden: torch.Tensor  # `(num_tokens, hidden_size)`, the output
-    tokens: TokenSequence  # the input
-    items: torch.Tensor  # embeddings of the items as looked up, before a projection
-    num_candidates: np.ndarray  # int64 `(batch_size,)` on the host, candidates per row
-    num_items: np.ndarray  # int64 `(batch_size,)` on the host, items per row
-
-
 class SequenceTower(nn.Module):
     """The dense part of a model: projections, layers, head and loss."""
 
@@ -126,8 +114,8 @@ class SequenceTower(nn.Module):
     def _compute(self, embeddings: Embeddings, batch: HSTUBatch) -> tuple[torch.Tensor, Any]:
         """The loss, not scaled, and the output of a batch."""
 
-    def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> EncodedSequence:
-        """Run the layers over a batch.
+    def encode(self, embeddings: Embeddings, batch: HSTUBatch) -> TokenSequence:
+        """Run the layers over a batch; the values of the result are the output of the layers.
 
         The attention plan is made from the host's lengths, see `HSTUBatch.host_lengths`, without waiting for the
         device.
@@ -145,22 +133,21 @@ class SequenceTower(nn.Module):
                 "table: add them to embedding_tables"
             )
         found = by_feature(embeddings)
-        items = found[batch.item_feature_name]
         sequence = interleave_tokens(
             [self._project(name, found[name]) for name in batch.contextual_feature_names],
-            self._project(batch.item_feature_name, items),
+            self._project(batch.item_feature_name, found[batch.item_feature_name]),
             None if action is None else self._project(action, found[action]),
         )
         num_contextual, num_items, num_candidates = batch.host_sequence_lengths()
         step = sequence.tokens_per_item
         lengths = (num_contextual + step * num_items, step * num_candidates, num_contextual)
-        hidden = self.encoder(
+        output = self.encoder(
             # TorchRec's embeddings are float32 for any dtype of the layers.
             sequence.values.to(self.encoder.norm.weight.dtype),
             *map(torch.from_numpy, lengths),
             self._times(sequence, batch),
         )
-        return EncodedSequence(hidden, sequence, items.values(), num_candidates, num_items)
+        return replace(sequence, values=output)
 
     def scale_loss(self, scaler: torch.amp.GradScaler, scaled_features: Collection[str] = ()) -> None:
         """Scale losses from now on; gradients of embeddings are unscaled, except for `scaled_features`."""

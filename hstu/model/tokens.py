@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 class TokenSequence:
     """The rows of a batch as tokens, one row after the other."""
 
-    values: torch.Tensor  # `(num_tokens, hidden_size)`
+    values: torch.Tensor  # `(num_tokens, hidden_size)`, the input or the output of the layers
     lengths: torch.Tensor  # int64 `(batch_size,)`, tokens per row
     num_contextual: torch.Tensor  # int64 `(batch_size,)`, number of contextual tokens, which begin a row
     item_tokens: torch.Tensor  # int64 `(num_items,)`, the token of every item, in the order of the item feature

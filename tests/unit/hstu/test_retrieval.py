@@ -44,13 +44,13 @@ def reference_terms(model: HSTURetrievalModel, batch: HSTUBatch) -> list[torch.T
     for row in range(batch.actual_batch_size):
         alone = batch.index_select([row])
         ids = alone.features["item"].values().tolist()
-        encoded = model.dense.encode(model.embedding(alone.features), alone)
+        hidden = model.dense.encode(model.embedding(alone.features), alone).values
         num_contextual = sum(alone.features[name].values().numel() for name in alone.contextual_feature_names)
-        ends = torch.arange(encoded.hidden.shape[0])[num_contextual:]
+        ends = torch.arange(hidden.shape[0])[num_contextual:]
         if batch.action_feature_name is not None:
             ends = ends[1::2]
         for place, true in enumerate(ids[1:]):
-            query = unit(model.dense.query(encoded.hidden[ends[place]])[None])[0]
+            query = unit(model.dense.query(hidden[ends[place]])[None])[0]
             drawn = alone.features["item_negatives"].values().tolist() if config.num_negatives > 0 else None
             predictions.append((query, true, drawn))
     terms = []
@@ -126,7 +126,7 @@ def test_evaluation_asks_for_the_last_item_of_every_row_that_has_two(config):
     assert output.targets.tolist() == [int(items[row][-1]) for row in rows]
     for query, row in zip(output.queries, rows):
         alone = batch.index_select([row])
-        hidden = model.dense.encode(model.embedding(alone.features), alone).hidden
+        hidden = model.dense.encode(model.embedding(alone.features), alone).values
         expected = unit(model.dense.query(hidden[-3])[None])[0]  # the last item and its action are the last tokens
         torch.testing.assert_close(query, expected, rtol=0, atol=1e-12)
 
