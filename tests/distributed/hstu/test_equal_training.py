@@ -14,21 +14,18 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineBase
 
-from commons.datasets.hstu_batch import FeatureConfig, RandomDistribution
-from commons.datasets.random.dataset import RandomHSTUDataset
 from commons.distributed.batch_shuffler import IdentityBalancedBatchShuffler
 from commons.pipeline import balanced
 from hstu import HSTUBalancedBatchShuffler
 from hstu.model import HSTUConfig, RankingConfig, RetrievalConfig
 from hstu.negatives import draw_negatives, with_negatives
-from tests.helpers.models.hstu_models import model_of, with_timestamps
+from tests.helpers.models.hstu_models import TABLES, model_of, random_batch, with_timestamps
 from tests.helpers.models.torchrec_model import AveragedSGD, weights_of
 from tests.helpers.pipelines.shuffled_pipelines import before_a_commit, largest_difference, train_steps
 from tests.helpers.ranks.on_ranks import on_ranks, on_two_ranks
 
 STEPS = 7
-TABLES = {"user": 30, "item": 50, "action": 6}
-HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 1)
+HSTU = HSTUConfig(8, 2, 2, 4, max_sequence_length=2 * 24 + 4)
 RETRIEVAL = RetrievalConfig(HSTU, TABLES, "item", temperature=1.0, embedding_dims={"item": 4})
 MODELS = {
     "ranking": RankingConfig(HSTU, TABLES, (8, 2), 2),
@@ -43,32 +40,16 @@ MODELS = {
 
 
 def batches(config, candidates):
-    """Heavy-tailed histories; the last batch is incomplete, by another number of rows on every rank."""
-    for number, batch in enumerate(random_batches(candidates)):
+    """Histories of up to 24 items; the last batch is incomplete, by another number of rows on every rank."""
+    rank = dist.get_rank()
+    for number in range(STEPS):
+        real, seed = 1 + rank if number == STEPS - 1 else 6, 100 * number + rank
+        batch = random_batch(6, max_num_candidates=candidates, actual_batch_size=real, longest=24, seed=seed)
         if isinstance(config, RetrievalConfig) and config.negatives_feature_name:
-            rows = 1000 * number + 100 * dist.get_rank() + np.arange(batch.actual_batch_size)
+            rows = 1000 * number + 100 * rank + np.arange(batch.actual_batch_size)
             drawn = draw_negatives(rows, config.num_negatives, TABLES["item"], seed=1, epoch=0)
             batch = with_negatives(batch, config.negatives_feature_name, torch.from_numpy(drawn))
         yield with_timestamps(batch) if config.hstu.time_bias else batch
-
-
-def random_batches(candidates):
-    rank = dist.get_rank()
-    lengths = RandomDistribution("zipf", low=1, high=24, alpha=1.2)
-    return RandomHSTUDataset(
-        [FeatureConfig(["user"], [30], 1, False), FeatureConfig(["item", "action"], [50, 6], 24, True, lengths)],
-        "item",
-        ["user"],
-        "action",
-        batch_size=6,
-        num_batches=STEPS,
-        max_num_candidates=candidates,
-        num_tasks=2,
-        last_batch_size=1 + rank,
-        seed=5,
-        rank=rank,
-        world_size=dist.get_world_size(),
-    )
 
 
 def _train(kind, task, candidates):
