@@ -38,20 +38,6 @@ from hstu.model.retrieval import RetrievalOutput, unit
 _MAX_SCORES = 2**22
 # Rounding to float32 would not do: near 0 float32 is finer than the rounding errors of the float64 scores.
 _SCORE_STEP = 2.0**-24
-
-
-def parse_metric(name: str, num_items: int) -> TopKMetric:
-    """Parse the name of a metric, such as "NDCG@10".
-
-    Raises:
-        ValueError: an unknown metric, or a K above `num_items`.
-    """
-    metric = parse_top_k_metric(name, ("HR", "NDCG"), "retrieval")
-    if metric.top_k > num_items:
-        raise ValueError(f"eval_metrics has {name!r}, there are {num_items} items; K is at most that: lower it")
-    return metric
-
-
 # Consecutive rows of a table: the id of the first row, and the weights.
 TableRows = tuple[int, torch.Tensor]
 
@@ -93,7 +79,7 @@ class RetrievalMetrics:
         # The ranks that score its rows: all that share it, also tensor-parallel peers, which have the same users.
         self._owners = table._process_group if isinstance(table, ShardedTensor) else self._group
         self._num_items = int(table.shape[0])
-        self._metrics = {name: parse_metric(name, self._num_items) for name in names}
+        self._metrics = {name: parse_top_k_metric(name, ("HR", "NDCG"), "retrieval", self._num_items) for name in names}
         self._rank_by_popularity = None if popularity is None else ranks_by(popularity).to(self._device)
         self.reset()
 

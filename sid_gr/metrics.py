@@ -25,22 +25,8 @@ from sid_gr.model.gpt import GenerationOutput
 
 
 def parse_metric(name: str, beam_width: int) -> TopKMetric:
-    """Parse the name of a metric.
-
-    Args:
-        name: a name such as "NDCG@10" or "HitRate@10".
-        beam_width: number of generated items.
-
-    Raises:
-        ValueError: an unknown metric, or a K above `beam_width`.
-    """
-    metric = parse_top_k_metric(name, tuple(_SCORES), "generation")
-    if metric.top_k > beam_width:
-        raise ValueError(
-            f"eval_metrics has {name!r}, the beam has {beam_width} items; K is at most the number of generated items: "
-            "raise top_k_for_generation or lower K"
-        )
-    return metric
+    """Parse a name such as "NDCG@10"; ValueError for an unknown metric, or a K above `beam_width`."""
+    return parse_top_k_metric(name, tuple(_SCORES), "generation", beam_width, "raise top_k_for_generation or lower K")
 
 
 class GenerationMetrics:

@@ -109,13 +109,15 @@ class TopKMetric(NamedTuple):
     top_k: int
 
 
-def parse_top_k_metric(name: str, kinds: Sequence[str], purpose: str) -> TopKMetric:
-    """Parse a name such as "NDCG@10" of one of the metrics `kinds`; `purpose`, such as "retrieval", is for the error.
+def parse_top_k_metric(
+    name: str, kinds: Sequence[str], purpose: str, num_ranked: int, remedy: str = "lower K"
+) -> TopKMetric:
+    """Parse a name such as "NDCG@10" of one of the metrics `kinds`; `purpose`, such as "retrieval", is for errors.
 
     Raises:
-        ValueError: the name has another form, or the metric is not in `kinds`.
+        ValueError: the name has another form, the metric is not in `kinds`, or K is above `num_ranked`, with `remedy`.
 
-    >>> parse_top_k_metric("HitRate@10", ["HR", "NDCG"], "retrieval")
+    >>> parse_top_k_metric("HitRate@10", ["HR", "NDCG"], "retrieval", 50)
     TopKMetric(kind='HR', top_k=10)
     """
     match = _TOP_K_NAME.fullmatch(name)
@@ -126,4 +128,6 @@ def parse_top_k_metric(name: str, kinds: Sequence[str], purpose: str) -> TopKMet
             f"eval_metrics has {name!r}; metrics of {purpose} are {known} with K of at least 1, and HitRate is another "
             "name of HR: correct it"
         )
-    return TopKMetric(kind, int(match[2]))
+    if (top_k := int(match[2])) > num_ranked:
+        raise ValueError(f"eval_metrics has {name!r}, {purpose} ranks {num_ranked} items; K is at most that: {remedy}")
+    return TopKMetric(kind, top_k)

@@ -12,7 +12,7 @@ from torch import nn
 from hstu.metrics import RankingMetrics, auc_with_error
 from hstu.model import RankingOutput, RetrievalOutput
 from hstu.model.retrieval import unit
-from hstu.retrieval_metrics import RetrievalMetrics, parse_metric
+from hstu.retrieval_metrics import RetrievalMetrics
 
 
 def output(logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | None = None) -> RankingOutput:
@@ -236,12 +236,11 @@ def test_an_item_is_never_better_than_itself(direction, monkeypatch):
 @pytest.mark.parametrize("name", ["HR", "HR@0", "AUC@3", "hr@10", "NDCG@-1", "HR@10 "])
 def test_unknown_metrics_are_named(name):
     with pytest.raises(ValueError, match="eval_metrics has .*; metrics of retrieval are HR@K, NDCG@K"):
-        parse_metric(name, 100)
+        RetrievalMetrics(Table(torch.eye(4)), "item", [name], temperature=0.1)
 
 
 def test_metrics_that_cannot_be_are_named():
-    assert parse_metric("HitRate@2", 9) == ("HR", 2)
-    with pytest.raises(ValueError, match="eval_metrics has 'HR@10', there are 4 items"):
+    with pytest.raises(ValueError, match="eval_metrics has 'HR@10', retrieval ranks 4 items"):
         RetrievalMetrics(Table(torch.eye(4)), "item", ["HR@10"], temperature=0.1)
     with pytest.raises(ValueError, match="the model has 0 tables 'movie'"):
         RetrievalMetrics(Table(torch.eye(4)), "movie", ["HR@1"], temperature=0.1)

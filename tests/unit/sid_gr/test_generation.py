@@ -171,5 +171,5 @@ def test_unknown_names(name):
 
 
 def test_k_larger_than_the_beam():
-    with pytest.raises(ValueError, match="'NDCG@11', the beam has 10 items; .* raise top_k_for_gen"):
+    with pytest.raises(ValueError, match="'NDCG@11', generation ranks 10 items; .* raise top_k_for_gen"):
         GenerationMetrics(["NDCG@11"], beam_width=10)

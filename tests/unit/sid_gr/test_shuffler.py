@@ -129,7 +129,7 @@ HALVES = {"model": ModelArgs(tensor_model_parallel_size=2)}
             lambda: train_config(model=ModelArgs(tensor_model_parallel_size=3)),
             "num_attention_heads is 4, tensor_model_parallel_size is 3",
         ),
-        (lambda: train_config({"top_k_for_generation": 5}), "has 'NDCG@10', the beam has 5 items"),
+        (lambda: train_config({"top_k_for_generation": 5}), "has 'NDCG@10', generation ranks 5 items"),
         (lambda: train_config({"top_k_for_generation": 0}), "top_k_for_generation is 0"),
         (lambda: train_config(CLIPPED, **HALVES), "computes only the norm of its own part"),
         (lambda: train_config(shuffler_type="sidgr"), "shuffler_type is 'sidgr'; registered are"),
