@@ -96,9 +96,11 @@ def parser_error(text: str) -> str:
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)
     line = re.sub(r"(\}) \.$", r"\1", line)  # Missing subcommand
     line = re.sub(r"^(Unrecognized options|Invalid choice)[:;] \1:?", r"\1:", line, flags=re.IGNORECASE)
-    error, _, suggestions = line.partition("; Perhaps you meant: ")
-    # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the first.
-    names = dict.fromkeys(re.findall(r"(--[\w.-]+)(?:, --(?:[\w-]+\.)*no-[\w-]+|(?= [\[{A-Z]))", suggestions))
+    error, *suggestions = re.split("; (?:Perhaps you meant|Arguments similar to [^:]+): ", line)
+    # Without the help that follows each name; of the pair of a boolean, `--a, --no-a`, the one that is meant.
+    pairs = re.findall(r"(--[\w.-]+)(?:, (--(?:[\w-]+\.)*no-[\w-]+)|(?= [\[{A-Z]))", " ".join(suggestions))
+    turns_off = re.search(r": --(?:\S+\.)?no-", error)
+    names = dict.fromkeys((off if turns_off else "") or name for name, off in pairs)
     if names:
         return f"{error}; perhaps you meant {' or '.join(names)}"
     if line.startswith("Unrecognized options: "):

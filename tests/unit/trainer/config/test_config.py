@@ -259,6 +259,8 @@ def test_no_number_is_absurd(tmp_path, config_class):
         ),
         (["--config"], "--config is without a value"),
         (["--dense-lr", "1"], "^Unrecognized options: --dense-lr, 1; perhaps you meant --optimizer.dense-lr$"),
+        (["--dense-lr", "1", "--seed", "2"], "meant --(trainer.seed or --optimizer.dense-lr|optimizer.* --trainer.seed)$"),
+        (["--no-dataset.shuffle"], "^Unrecognized options: --no-dataset.shuffle; .* meant --dataset.no-shuffle$"),
         (["--model.dense-lr", "1"], "^Unrecognized options: --model.dense-lr, 1: see --help$"),
         (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
