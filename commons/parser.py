@@ -91,6 +91,7 @@ def parser_error(text: str) -> str:
     if required:
         missing = re.findall(r"(?:^|\(required\) )(\{[^}]*\}|\S+)", required[2])
         return f"{required[1]} requires {', '.join(missing)}: see {required[1]} --help"
+    line = re.sub(r"\. Got errors: .*?(?=; Argument helptext|$)", "", line)  # of every type in a union
     line = re.sub(r"; Argument helptext: --\S+ ((?:\S*(?:[A-Z]{3}|[][{}])\S* )+).*", r"; it takes \1", line).rstrip()
     line = re.sub(r"^Value error[:;] ", "", line)
     line = re.sub(r"^Error parsing (?!--)[\w.-]*: ", "", line)

@@ -174,7 +174,14 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _parse_flags(config_class: type[C], flags: list[str], **options: Any) -> C:
     arguments = without_boolean_values(config_class, flags, has_defaults="default" in options, has_words=False)
-    parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
+    try:
+        parsed, printed = run_parser(lambda: tyro.cli(config_class, args=arguments, **options))
+    except ValueError as error:
+        unknown = re.match(r"(Unrecognized options: --([\w.-]+).*): see --help$", str(error))
+        paths = _field_paths(config_class)
+        if unknown is None or (path := _replacement_of(unknown[2].replace("-", "_"), paths)) is None:
+            raise
+        raise ValueError(f"{unknown[1]}; perhaps you meant --{path.replace('_', '-')}") from None
     if parsed is None:
         if dist.get_node_local_rank(0) == 0:  # under torchrun every rank parses the flags
             sys.stdout.write(wrapped_help(printed))

@@ -259,9 +259,11 @@ def test_no_number_is_absurd(tmp_path, config_class):
         ),
         (["--config"], "--config is without a value"),
         (["--dense-lr", "1"], "^Unrecognized options: --dense-lr, 1; perhaps you meant --optimizer.dense-lr$"),
-        (["--dense-lr", "1", "--seed", "2"], "meant --(trainer.seed or --optimizer.dense-lr|optimizer.* --trainer.seed)$"),
+        (["--dense-lr", "1", "--seed", "2"], "meant --(trainer.seed or --optimizer.dense-lr|.* --trainer.seed)$"),
         (["--no-dataset.shuffle"], "^Unrecognized options: --no-dataset.shuffle; .* meant --dataset.no-shuffle$"),
-        (["--model.dense-lr", "1"], "^Unrecognized options: --model.dense-lr, 1: see --help$"),
+        (["--model.dense_lr", "1"], "^Unrecognized options: --model.dense_lr, 1; .* meant --optimizer.dense-lr$"),
+        (["--bogus", "1"], "^Unrecognized options: --bogus, 1: see --help$"),
+        (["--trainer.num-epochs", "1.5"], r"instantiated from \['1.5'\]; it takes {None}.INT$"),
         (["--gin-config-file", "a.gin"], '--gin-config-file is a flag of recsys-examples; here .* guide "Coming from'),
         (["--config", "a.toml", "--config", "b.toml"], "--config is given twice"),
         (
