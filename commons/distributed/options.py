@@ -36,7 +36,7 @@ class ShufflerOptions:
         calibration: a file of `evenrank calibrate`, with which workloads are measured times instead of operations.
             None: operations.
         speeds: "equal" gives all ranks equal loads, "measured" gives slow ranks smaller ones (`report_step_time`),
-            "observe" reports the gain of "measured" without using it.
+            and "observe" reports the gain of "measured" without using it.
         timeout: seconds after which a rank that has not joined a collective is reported.
         verify: compare a checksum of every row before and after the exchange; for debugging, waits for the device.
 

@@ -81,8 +81,8 @@ class LayerOptions:
     # for every bucket of distances, wider for larger distances, "none" has no bias.
     position_bias: PositionBias = "direct"
     position_buckets: int = 32  # number of buckets for distances of one sign, for "bucketed"
-    # Whether to add a learned bias per head and bucket of the time between two tokens, see
-    # `hstu.model.attention.time_buckets`. Batches then need a feature of timestamps.
+    # Whether to add a learned bias per head and bucket of the time between two tokens,
+    # see `hstu.model.attention.time_buckets`. Batches then need a feature of timestamps.
     time_bias: bool = False
     time_buckets: Count = 64  # number of buckets; with 64 and timestamps in seconds the last begins after five years
 

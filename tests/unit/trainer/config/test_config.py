@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import operator
@@ -322,11 +323,14 @@ def test_help_shows_flags_and_examples(capsys):
 
 @pytest.mark.slow
 def test_help_has_whole_lines():
-    """tyro joins the lines of a comment, but not those of a docstring at a field."""
+    """tyro joins the lines of a comment, except one that begins with no letter."""
     env = {"COLUMNS": "60", "PYTHONIOENCODING": "utf-8"}
     printed = run_program(sys.executable, "-m", "hstu.train", "--help", env=env).stdout
     lines = {line.strip("│ ") for line in printed.splitlines()}
     assert "data set, with any number of ranks. (default:" in lines
+    wrapped = [line.strip("│").rstrip() for line in printed.splitlines()]
+    for one, two in itertools.pairwise(wrapped):
+        assert not one.startswith(" " * 7) or not two.startswith(" " * 7) or len(f"{one} {two.split()[0]}") > 57
 
 
 def test_a_recipe_with_its_own_loaders_may_have_another_data_set(tmp_path):
