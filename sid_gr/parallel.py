@@ -41,7 +41,11 @@ def initialize_model_parallel(tensor_parallel_size: int = 1) -> None:
 
 def groups_of_decoder() -> list[dist.ProcessGroup]:
     """The groups in which a decoder's ranks wait for one another; `initialize_model_parallel` has made them."""
-    return [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()]
+    return [
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),  # of the loss's number of terms
+    ]
 
 
 def tensor_parallel_size() -> int:

@@ -48,7 +48,11 @@ def _of_the_decoder():
     args = TrainerArgs(1, 1, shuffler=ShufflerOptions(timeout=0.5), eval_metrics=())
     SIDGRRecipe(TrainConfig(args, DatasetArgs("sid-random", 4)), torch.device("cpu")).prepare_ranks()
     dist.barrier()
-    return functools.partial(_all_reduce, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    of_the_loss = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group(), of_the_loss
+    # `missed` limits all groups.
+    assert {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups} == {1.0}
+    return functools.partial(_all_reduce, of_the_loss)
 
 
 def _of_the_trainer():
