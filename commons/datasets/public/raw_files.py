@@ -6,15 +6,12 @@ elsewhere. Their total size is limited to 100 times the size of the archive, or 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import hashlib
 import shutil
-import struct
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,23 +20,12 @@ from typing import Any
 
 from commons.console import progress_bar
 
-try:
-    from lzma import LZMAError
-except ImportError:  # Python was built without it, and cannot read such members
-    LZMAError = zlib.error  # type: ignore[assignment, misc]
-
 # First words of the README of an archive with generated data.
 GENERATED_MARK = "GENERATED DATA"
 _BLOCK = 1 << 20
 _MOST_EXPANSION, _ALWAYS_ALLOWED = 100, 64 << 20
 _READMES = ("README", "README.txt")
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK"
-# Errors from reading a damaged archive: RuntimeError for an encrypted or unknown kind of member; struct.error,
-# IndexError and UnicodeDecodeError for the directory of a zip file.
-_DAMAGE: tuple[type[Exception], ...] = (
-    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, RuntimeError),
-    *(struct.error, IndexError, UnicodeDecodeError, LZMAError),
-)
 # Path and size of a file in an archive, and the function that opens it.
 _Member = tuple[str, int, Callable[[], Any]]
 
@@ -126,29 +112,36 @@ def _unpack(source: Path, names: tuple[str, ...], folder: Path, hint: str, show_
         raise ValueError(f"{source} is neither a zip file nor a tar file; {hint}")
     size = source.stat().st_size
     found: dict[str, str] = {}
-    with (
-        progress_bar(f"unpack {source.name}", None, "B", show=show_progress) as progress,
-        _damage_named(source, "zip file" if is_zip else "tar file"),
-    ):
-        expanded = 0
-        for member, num_bytes, open_member in (_zip_members if is_zip else _tar_members)(source):
-            name = PurePosixPath(member).name
-            # The first file of each name is used: archives made on macOS repeat names.
-            if member.startswith("__MACOSX/") or name.startswith("._") or name in found:
-                continue
-            found[name] = str(PurePosixPath(member))
-            if name not in (*names, *_READMES):
-                continue
-            expanded += num_bytes  # the archive's own number; the readers stop there
-            if expanded > max(_MOST_EXPANSION * size, _ALWAYS_ALLOWED):
-                raise ValueError(
-                    f"{source} has {size:,} bytes and expands to {expanded:,} or more; an archive may expand to "
-                    f"{_MOST_EXPANSION} times its size, or to {_ALWAYS_ALLOWED:,} bytes: download it again or, if you "
-                    "trust it, unpack it and give the folder"
-                )
-            with open_member() as stream, (folder / name).open("xb") as target:
-                shutil.copyfileobj(stream, target, _BLOCK)
-            progress.update(num_bytes)
+    expanded, most = 0, max(_MOST_EXPANSION * size, _ALWAYS_ALLOWED)
+    try:
+        with progress_bar(f"unpack {source.name}", None, "B", show=show_progress) as progress:
+            for member, num_bytes, open_member in (_zip_members if is_zip else _tar_members)(source):
+                name = PurePosixPath(member).name
+                # The first file of each name is used: archives made on macOS repeat names.
+                if member.startswith("__MACOSX/") or name.startswith("._") or name in found:
+                    continue
+                found[name] = str(PurePosixPath(member))
+                if name not in (*names, *_READMES):
+                    continue
+                expanded += num_bytes  # the archive's own number; the readers stop there
+                if expanded > most:
+                    break
+                with open_member() as stream, (folder / name).open("xb") as target:
+                    shutil.copyfileobj(stream, target, _BLOCK)
+                progress.update(num_bytes)
+    except Exception as error:  # of many kinds, by the format and the damage
+        # An OSError without a number is from the decompressor of bzip2; with EINVAL, a damaged directory of a zip file
+        # has an offset before the start of the file. Others are of the disk.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
+        kind = "zip file" if is_zip else "tar file"
+        raise ValueError(f"{source} is no complete {kind} ({error}): download it again") from error
+    if expanded > most:
+        raise ValueError(
+            f"{source} has {size:,} bytes and expands to {expanded:,} or more; an archive may expand to "
+            f"{_MOST_EXPANSION} times its size, or to {_ALWAYS_ALLOWED:,} bytes: download it again or, if you trust "
+            "it, unpack it and give the folder"
+        )
     return list(found.values())
 
 
@@ -171,19 +164,6 @@ def _tar_members(source: Path) -> Iterator[_Member]:
                     yield info.name, info.size, partial(archive.extractfile, info)
         while plain.read(_BLOCK):  # read to the end of the file, where gzip compares its checksum
             pass
-
-
-@contextlib.contextmanager
-def _damage_named(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # An OSError without a number is from the decompressor of bzip2; with EINVAL, a damaged directory of a zip file
-        # has an offset before the start of the file.
-        of_data = isinstance(error, OSError) and error.errno in (None, errno.EINVAL)
-        if of_data or isinstance(error, _DAMAGE):
-            raise ValueError(f"{path} is no complete {kind} ({error}): download it again") from error
-        raise
 
 
 def _sha256_of(path: Path) -> str:
