@@ -248,22 +248,12 @@ def _token_places(
     }
     if nested:
         for name, value in nested.items():
-            if value.layout != torch.jagged or value.lengths() is not None:
+            is_contiguous = value.layout == torch.jagged and value.lengths() is None
+            ends = value.offsets()[[0, -1]].tolist() if is_contiguous else []
+            if not is_contiguous or ragged_axis(value) != 1 or ends != [0, value.values().shape[0]]:
                 raise ValueError(
-                    f"field {name!r} is a nested tensor with gaps or of layout {value.layout}; tokens must be "
-                    "contiguous: make it a contiguous nested tensor of layout torch.jagged"
-                )
-            axis = ragged_axis(value)
-            if axis != 1:
-                raise ValueError(
-                    f"field {name!r} has shape {tuple(value.shape)}, in which dimension {axis} is ragged; a nested "
-                    "tensor holds its tokens along dimension 1: transpose its rows"
-                )
-            begin, end = value.offsets()[[0, -1]].tolist()
-            if (begin, end) != (0, value.values().shape[0]):
-                raise ValueError(
-                    f"field {name!r} has offsets from {begin} to {end} and {value.values().shape[0]} values; the rows "
-                    "of a nested tensor must cover all its values: cut off the others, and let the offsets begin at 0"
+                    f"field {name!r} is a nested tensor of layout {value.layout}; it must be of layout torch.jagged, "
+                    "with the tokens of a row along dimension 1 and no values between or around the rows: make it again"
                 )
         offsets: dict[str, torch.Tensor] = {name: value.offsets() for name, value in nested.items()}
         first = next(iter(offsets))

@@ -103,24 +103,19 @@ def test_nested_tensors_need_no_mask():
     with pytest.raises(ValueError, match="'input_ids' and 'other' are nested tensors of different lengths"):
         pack_rows({"input_ids": ids, "other": other})
     gaps = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([2, 3]))
-    for wrong, layout in ((torch.nested.nested_tensor(rows, layout=torch.strided), "strided"), (gaps, "jagged")):
-        with pytest.raises(ValueError, match=f"'input_ids' is a nested tensor with gaps or of layout torch.{layout}"):
+    heads = torch.nested.nested_tensor_from_jagged(torch.ones(2, 6), torch.tensor([0, 2, 6]), jagged_dim=2)
+    for wrong in (torch.nested.nested_tensor(rows, layout=torch.strided), gaps, heads):
+        with pytest.raises(
+            ValueError, match="'input_ids' is a nested tensor of layout .*; it must be of layout torch.ja"
+        ):
             pack_rows({"input_ids": wrong})
 
 
 def test_nested_tensors_whose_values_are_not_their_tokens():
-    def jagged(values, offsets, dim=1):
-        return torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets), jagged_dim=dim)
-
-    ids = jagged(torch.arange(6), [0, 2, 6])
-    heads = jagged(torch.arange(12.0).view(2, 6), [0, 2, 6], dim=2)
-    with pytest.raises(ValueError, match=r"'heads' has shape \(2, 2, \w+\), in which dimension 2 is ragged; a nested"):
-        pack_rows({"input_ids": ids, "heads": heads})
     for offsets in ([0, 2, 6], [3, 5, 9], [2, 4, 8]):
-        outside = jagged(torch.arange(9), offsets)
-        message = f"'ids' has offsets from {offsets[0]} to {offsets[-1]} and 9 values; the rows of a nested tensor"
-        with pytest.raises(ValueError, match=message):
-            pack_rows({"input_ids": jagged(torch.arange(9), [0, 5, 9]), "ids": outside})
+        outside = torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor(offsets))
+        with pytest.raises(ValueError, match="'ids' is a nested tensor .* and no values between or around the rows"):
+            pack_rows({"ids": outside})
         # Selecting all rows leaves out what is in none of them.
         packed = pack_rows(select_rows({"ids": outside}, [0, 1]))
         assert packed.inputs["ids"].tolist() == [list(range(offsets[0], offsets[-1]))]
