@@ -28,9 +28,8 @@ class RunLog:
     """The log of the run in a folder.
 
     Raises:
-        FileNotFoundError: the folder does not exist.
-        ValueError: the folder has no log, the log has no line of a step yet, an invalid line, or a line of another
-            release.
+        FileNotFoundError: the folder does not exist, or has no log.
+        ValueError: the log has no line of a step yet, an invalid line, or a line of another release.
         OSError: the log cannot be read.
     """
 
@@ -40,16 +39,11 @@ class RunLog:
         config, summary = (_read_beside(folder / name) for name in (CONFIG_FILE, SUMMARY_FILE))
         records, is_cut = _read_lines(path)
         lines = [record for record in records if "loss" in record]
-        if not lines and summary:
-            raise ValueError(
-                f"{path} has no line of a training step, and the run has ended; a report needs training steps: give "
-                "the folder of a run that has trained"
-            )
         if not lines:
             raise ValueError(
-                f"{path} has no line of a training step yet; a line is written every "
-                f"{setting(config, 'trainer.log_interval') or 'trainer.log_interval'} steps: wait for it, or lower "
-                "--trainer.log-interval in the next run"
+                f"{path} has no line of a training step; a line is written every "
+                f"{setting(config, 'trainer.log_interval') or 'trainer.log_interval'} steps: wait for it, lower "
+                "--trainer.log-interval in the next run, or give the folder of a run that has trained"
             )
         if is_cut:
             notes.append(
@@ -183,24 +177,16 @@ def read_runs(folders: Sequence[Path]) -> list[RunLog]:
 
 
 def _require_log(folder: Path) -> None:
-    """Raise FileNotFoundError or ValueError for a folder without a log, with the names of nearby folders with a log."""
+    """Raise FileNotFoundError for a folder without a log, with the names of nearby folders with a log."""
     if (folder / LOG_FILE).is_file():
         return
     within = folder if folder.is_dir() else folder.parent
     found = sorted(str(path.parent) for path in within.glob(f"*/{LOG_FILE}"))
-    remedy = "correct the path"
-    if found:
-        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        remedy = f"give a folder with a log, such as {', '.join(found[:_MOST_NAMED])}{more}"
-    if not folder.is_dir():
-        what = f"{folder} is {'a file' if folder.exists() else 'not there'}"
-        raise FileNotFoundError(f"{what}; report reads the folder of a run (trainer.run_dir): {remedy}")
-    if (folder / CONFIG_FILE).exists():
-        raise ValueError(
-            f"{folder} has a {CONFIG_FILE} and no {LOG_FILE}; rank 0 of a run writes it when training begins: wait, or "
-            "find the reason why training did not begin in the logs of the ranks"
-        )
-    raise ValueError(f"{folder} has no {LOG_FILE}; a run writes it to its run_dir, on rank 0: {remedy}")
+    named = f", such as {', '.join(found[:_MOST_NAMED])}" if found else ""
+    raise FileNotFoundError(
+        f"{folder} has no {LOG_FILE}; report reads the folder of a run (trainer.run_dir), where rank 0 writes it when "
+        f"training begins: give a folder with a log{named}"
+    )
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:

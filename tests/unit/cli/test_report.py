@@ -240,7 +240,7 @@ def test_many_ranks_and_many_lines_are_drawn_together(tmp_path):
         ([], "no run is given"),
         (
             ["runs/none"],
-            "runs/none is not there; report reads the folder of a run (trainer.run_dir): give a folder with a log",
+            "runs/none has no log.jsonl; report reads the folder of a run (trainer.run_dir), where rank 0 writes it",
         ),
         (["runs/a", "--figure", "linked.png"], "no command overwrites its input"),
     ],
