@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import glob
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
 
 from commons.datasets.public.raw_files import RawFiles, RawKind, open_raw_files
@@ -55,7 +53,6 @@ class TextFile:
             if any(b"\0" in block for block in iter(lambda: file.read(_LONGEST_LINE), b"")):  # which DuckDB skips
                 raise ValueError(f"{self.where} has NUL bytes, as after a broken download: download it again")
         self._names = self._header() if layout.has_header else list(layout.columns)
-        self.first_row = 0  # row of the store at which this file's events begin
 
     def add_to(self, store: EventStore, event: Mapping[str, str]) -> None:
         """Add the file's events to the store; `event` is SQL of the layout's columns, by column of the store.
@@ -63,11 +60,11 @@ class TextFile:
         Raises:
             ValueError: a malformed line, named by file and line.
         """
-        self.first_row = store.num_rows
+        before = store.num_rows
         selected = ", ".join(f"{sql} AS {column}" for column, sql in event.items())
         with self._rows() as rows:
             store.add(f"SELECT {selected} FROM {rows}")  # noqa: S608
-        self._require_lines(store.num_rows - self.first_row)
+        self._require_lines(store.num_rows - before)
 
     def listed(self, store: EventStore) -> pa.Table:
         """All lines of a file with one line per user or item, sorted by id, the layout's first column.
@@ -82,23 +79,13 @@ class TextFile:
                 "give the archive as published"
             )
         with self._rows() as rows:
-            table = store.query(f"FROM {rows}")
+            table = store.query(f"FROM {rows} ORDER BY {sql_name(key)}")
         self._require_lines(table.num_rows)
         ids = table[key].to_numpy()
-        order = np.argsort(ids, kind="stable")
-        again = order[1:][ids[order[1:]] == ids[order[:-1]]]
+        again = ids[1:][ids[1:] == ids[:-1]]
         if len(again):
-            row = int(again.min())
-            raise ValueError(
-                f"{self.line_of(row)} has {key} {ids[row]} again; every {key} has one line: remove the line"
-            )
-        return table.take(pa.array(order)).combine_chunks()
-
-    def line_of(self, row: int) -> str:
-        """File and line number of a row, for errors; empty lines are not rows."""
-        with self.path.open(encoding="latin-1") as file:
-            lines = (number for number, line in enumerate(file, 1) if line.strip())
-            return f"{self.where} line {next(itertools.islice(lines, row + self._layout.has_header, None))}"
+            raise ValueError(f"{self.where} has {key} {again[0]} again; every {key} has one line: remove one of them")
+        return table.combine_chunks()
 
     @contextlib.contextmanager
     def _rows(self) -> Iterator[str]:
@@ -190,27 +177,23 @@ class PublicDataset:
         files = open_raw_files(self.raw, names, source, store.folder, show_progress=store.show_progress)
         self.check(files)
         listed = {part: TextFile(files, *listing).listed(store) for part, listing in self.listings.items()}
-        events = [TextFile(files, name, self.layout) for name in self.event_files]
-        for file in events:
-            file.add_to(store, self.event)
+        for name in self.event_files:
+            TextFile(files, name, self.layout).add_to(store, self.event)
         for part, (name, _) in self.listings.items():
-            _require_listed(store, part, listed[part], name, events)
+            _require_listed(store, part, listed[part], files.where(name))
         if not store.num_rows:
             raise ValueError(f"{files.source} has no interactions in {', '.join(self.event_files)}: download it again")
         return self.describe(store, listed, generated=files.is_generated, sha256=files.sha256)
 
 
-def _require_listed(store: EventStore, part: str, listed: pa.Table, name: str, events: Sequence[TextFile]) -> None:
-    """Raise ValueError for the first event whose user or item is missing from the listing in file `name`."""
-    found = store.query(
-        f"SELECT rowid AS number, {part} AS value FROM events ANTI JOIN known ON {part} = known.value "  # noqa: S608
-        "ORDER BY rowid LIMIT 1",
+def _require_listed(store: EventStore, part: str, listed: pa.Table, where: str) -> None:
+    """Raise ValueError for the least user or item of the events that is missing from the listing `where`."""
+    missing = store.query(
+        f"SELECT min({part}) AS value FROM events ANTI JOIN known ON {part} = known.value",  # noqa: S608
         known=pa.table({"value": listed.column(0)}),
-    )
-    if found.num_rows:
-        row = found["number"][0].as_py()
-        file = next(file for file in reversed(events) if file.first_row <= row)
+    )["value"][0].as_py()
+    if missing is not None:
         raise ValueError(
-            f"{file.line_of(row - file.first_row)} has {listed.column_names[0]} {found['value'][0]}, which {name} does "
-            "not list; both files must come from one archive: download it again"
+            f"{where} does not list {listed.column_names[0]} {missing}, which has interactions; all files must come "
+            "from one archive: download it again"
         )
