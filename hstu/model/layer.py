@@ -37,11 +37,8 @@ class RelativePositionBias(nn.Module):
         columns = distances - distances[0]
         if config.position_bias == "bucketed":
             columns = distance_buckets(distances, config.position_buckets, reach)
-        self.weight: nn.Parameter | None
         self.columns: torch.Tensor | None
-        weight = torch.empty(config.num_attention_heads, int(columns.max()) + 1)
-        is_learned = config.position_bias != "none"
-        self.register_parameter("weight", nn.Parameter(nn.init.normal_(weight, std=0.02)) if is_learned else None)
+        self.weight = _bias(config, int(columns.max()) + 1) if config.position_bias != "none" else None
         self.register_buffer("columns", columns if config.position_bias == "bucketed" else None, persistent=False)
 
     def forward(self) -> torch.Tensor | None:
@@ -82,6 +79,11 @@ def distance_buckets(distances: torch.Tensor, num_buckets: int, reach: int) -> t
     return bucket + num_buckets * (distances < 0)
 
 
+def _bias(config: HSTUConfig, columns: int) -> nn.Parameter:
+    """A learned number per head and column."""
+    return nn.Parameter(nn.init.normal_(torch.empty(config.num_attention_heads, columns), std=0.02))
+
+
 class HSTULayer(nn.Module):
     """One HSTU layer on the tokens of a jagged batch."""
 
@@ -93,13 +95,7 @@ class HSTULayer(nn.Module):
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.uvqk = nn.Linear(config.hidden_size, 4 * width)
         self.position_bias = RelativePositionBias(config)
-        self.time_bias: nn.Parameter | None
-        time_bias = None
-        if config.time_bias:
-            time_bias = nn.Parameter(
-                nn.init.normal_(torch.empty(config.num_attention_heads, config.time_buckets), std=0.02)
-            )
-        self.register_parameter("time_bias", time_bias)
+        self.time_bias = _bias(config, config.time_buckets) if config.time_bias else None
         self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.output = nn.Linear(width, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)

@@ -182,14 +182,9 @@ class SequenceTower(nn.Module):
         return JaggedTensor(values=layer(values).to(values.dtype), lengths=feature.lengths())
 
     def _times(self, sequence: TokenSequence, batch: HSTUBatch) -> torch.Tensor | None:
-        if not self.encoder.config.time_bias:
-            return None
         name = self.encoder.config.timestamp_feature_name
-        if name not in batch.features.keys():
-            raise ValueError(
-                f"time_bias is True and the batch has features {batch.features.keys()}; the time bias needs "
-                f"{name!r}, one integer per item: choose a data set that has it, or unset time_bias"
-            )
+        if not self.encoder.config.time_bias or name not in batch.features.keys():  # the encoder names missing times
+            return None
         times = batch.features[name].values()
         if times.numel() != sequence.item_tokens.numel():
             raise ValueError(

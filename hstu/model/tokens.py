@@ -65,16 +65,8 @@ def interleave_tokens(
         contextual: embeddings of the contextual features, in order; values `(n, hidden_size)`, lengths `(batch_size,)`.
         items: embeddings of the items.
         actions: embeddings of the actions, one per item; each action follows its item. None for no actions.
-
-    Raises:
-        ValueError: the numbers of actions and items differ.
     """
     num_items = items.values().shape[0]
-    if actions is not None and actions.values().shape[0] != num_items:
-        raise ValueError(
-            f"there are {num_items} items and {actions.values().shape[0]} actions; every item has one action: give "
-            "both features the same lengths"
-        )
     step = 1 if actions is None else 2
     item_lengths = items.lengths().to(torch.int64)
     context_lengths = [feature.lengths().to(torch.int64) for feature in contextual]

@@ -150,7 +150,7 @@ def test_timestamps_are_no_ids(plain):
 
 def test_times_that_are_missing_are_named():
     model = HSTURankingModel(TIMED)
-    with pytest.raises(ValueError, match="time_bias is True and the batch has features .*; the time bias needs"):
+    with pytest.raises(ValueError, match="time_bias is True and there are no times; .* the feature 'timestamp'"):
         model(random_batch())
     batch = with_timestamps(random_batch())
     features = batch.features
