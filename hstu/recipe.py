@@ -32,11 +32,10 @@ from hstu.model import HSTURankingModel, HSTURetrievalModel, RankingConfig, Retr
 from hstu.model.config import COMPUTE_DTYPES, RetrievalOptions
 from hstu.model.layer import HSTUEncoder
 from hstu.model.ranking import require_hidden_actions
-from hstu.model.triton_launch import uses_triton
 from hstu.negatives import NegativeSampling, sample_negatives, with_negatives
 from hstu.retrieval_metrics import RetrievalMetrics
 from hstu.sharding import build_distributed_model
-from hstu.train_config import ModelArgs, TrainConfig
+from hstu.train_config import TrainConfig
 
 # The time of a lookup does not depend on the size of the table; small tables leave the memory to the layers.
 _MOST_MEASURED_TABLE_ROWS = 10_000
@@ -76,8 +75,7 @@ class HSTURecipe(Recipe):
         return {"timestamps": True} if self.config.model.time_bias else {}
 
     def open_loaders(self) -> tuple[DataLoader[Any], DataLoader[Any]]:
-        """See Recipe; batches have drawn negatives if the model uses them. Checks the device first."""
-        require_device(self.config.model, self.device)
+        """See Recipe; batches have drawn negatives if the model uses them."""
         train, test = train_and_eval_loaders(
             self.config.dataset, self.config.trainer, self.device, **self.data_options()
         )
@@ -270,13 +268,6 @@ class HSTURecipe(Recipe):
 
 
 RECIPE = HSTURecipe
-
-
-def require_device(model: ModelArgs, device: torch.device) -> None:
-    """Raise ValueError if the model's settings need another kind of device."""
-    if model.compile is True and device.type != "cuda":
-        raise ValueError(f"compile is True and the device is {device.type!r}; compile needs CUDA: unset it")
-    uses_triton(model.kernel_backend, device, COMPUTE_DTYPES[model.compute_dtype], model.kv_channels)
 
 
 def weights_of(config: RankingConfig | RetrievalConfig) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def test_mistakes_are_named_on_every_rank(tmp_path):
         "is_causal is False and batches have actions": ["--model.no-is-causal"],
         "contextual_mask is True and batches have no candidates": ["--model.contextual-mask"],
         "prediction_head_arch is [64, 1], num_tasks is 2": ["--dataset.num-tasks", "2"],
-        "compile is True and the device is 'cpu'": ["--model.compile", "True"],
+        "kernel_backend is 'triton' and the device is 'cpu'": ["--model.kernel-backend", "triton"],
         "the table of 'item_id' is 6 wide": ["--model.item-embedding-dim", "6"],
     }
     for said, flags in cases.items():
