@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import HSTUBatch, length_only_kjt
-from commons.datasets.loader.resumable import ResumableLoader, stated_by
+from commons.datasets.hstu_batch import HSTUBatch, length_only_kjt, padded_kjt
+from commons.datasets.loader.resumable import STATEMENTS, ResumableLoader, stated_by
 from commons.sequence_batch.fields import copy_batch
 from commons.splitmix import as_fraction, splitmix64
 
@@ -47,16 +47,11 @@ def with_negatives(batch: HSTUBatch, feature_name: str, negatives: torch.Tensor)
 
     `negatives` are integers `(real rows, num_negatives)`; padding rows have no negatives.
     """
-    features, num_negatives = batch.features, negatives.shape[1]
-    lengths = features.lengths().new_zeros(batch.batch_size)
-    lengths[: negatives.shape[0]] = num_negatives
-    extended = KeyedJaggedTensor(
-        keys=[*features.keys(), feature_name],
-        values=torch.cat([features.values(), negatives.flatten().to(features.values().dtype)]),
-        lengths=torch.cat([features.lengths(), lengths]),
-        stride=batch.batch_size,
-        length_per_key=[*features.length_per_key(), negatives.numel()],
-    )
+    features, (num_rows, num_negatives) = batch.features, negatives.shape
+    ids = negatives.flatten().to(features.values().dtype)
+    lengths = features.lengths().new_full((num_rows,), num_negatives)
+    added = padded_kjt({feature_name: ids}, {feature_name: lengths}, batch.batch_size)
+    extended = KeyedJaggedTensor.concat([features, added])
     longest = batch.feature_to_max_seqlen | {feature_name: num_negatives}
     return copy_batch(batch, {"features": extended, "feature_to_max_seqlen": longest})
 
@@ -75,6 +70,10 @@ class NegativeSampling(Dataset[HSTUBatch]):
     rank: int = field(default=0, kw_only=True)
     world_size: int = field(default=1, kw_only=True)  # number of ranks
 
+    def __post_init__(self) -> None:
+        for name in STATEMENTS:
+            setattr(self, name, stated_by(self.dataset, name))
+
     def __getitem__(self, key: tuple[int, RowKey]) -> HSTUBatch:
         epoch, rows = key
         batch = self.dataset[cast(int, rows)]
@@ -85,21 +84,6 @@ class NegativeSampling(Dataset[HSTUBatch]):
             row_ids = np.asarray(rows, dtype=np.int64)
         drawn = draw_negatives(row_ids, self.num_negatives, self.num_items, seed=self.seed, epoch=epoch)
         return with_negatives(batch, self.feature_name, torch.from_numpy(drawn))
-
-    @property
-    def row_order(self) -> dict[str, Any]:
-        """The data set's `row_order`; empty if it has none."""
-        return stated_by(self.dataset, "row_order")
-
-    @property
-    def row_contents(self) -> dict[str, Any]:
-        """The data set's `row_contents`; empty if it has none."""
-        return stated_by(self.dataset, "row_contents")
-
-    @property
-    def vocabulary_digests(self) -> dict[str, str]:
-        """The data set's `vocabulary_digests`; empty if it has none."""
-        return stated_by(self.dataset, "vocabulary_digests")
 
     def length_only_batches(self) -> Iterator[HSTUBatch]:
         """The data set's `length_only_batches`, with the lengths of the negatives added.

@@ -213,15 +213,13 @@ class HSTURecipe(Recipe):
             dict.fromkeys(tasks, predicted),
             len(items),
         )
-        batch = HSTUBatch(
-            features=padded_kjt(values, row_lengths, len(items)),
-            batch_size=len(items),
-            feature_to_max_seqlen=example.feature_to_max_seqlen,
-            contextual_feature_names=example.contextual_feature_names,
+        rows, features = len(items), padded_kjt(values, row_lengths, len(items))
+        batch = replace(
+            example,
+            features=features,
+            batch_size=rows,
+            actual_batch_size=rows,
             labels=labels,
-            item_feature_name=example.item_feature_name,
-            action_feature_name=example.action_feature_name,
-            max_num_candidates=example.max_num_candidates,
             num_candidates=candidates,
         )
         return self._add_negatives(batch).to(self.device)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from commons.checks import kind_of
 from commons.datasets.loader.data_loader import get_data_loader
-from commons.datasets.loader.resumable import ResumableLoader, stated_by
+from commons.datasets.loader.resumable import STATEMENTS, ResumableLoader, stated_by
 from commons.datasets.samplers.balanced import BalancedBatchSampler
 from commons.datasets.samplers.budget import BudgetBatchSampler
 from commons.datasets.samplers.epoch import Place
@@ -65,11 +65,10 @@ def require_equal_data(loader: DataLoader[Any], device: torch.device) -> None:
     Every host may have a copy of the data. With another copy, rows would be trained twice or not at all, ids would
     stand for other values, or some ranks would train older events than others.
     """
-    names = ("row_order", "vocabulary_digests", "row_contents")
-    stated = {name: stated_by(getattr(loader, "dataset", None), name) for name in names}
+    stated = {name: stated_by(getattr(loader, "dataset", None), name) for name in STATEMENTS}
     first, *others = gather_values(stated, device)
     for rank, other in enumerate(others, 1):
-        for name in names:
+        for name in STATEMENTS:
             if other[name] != first[name]:
                 raise ValueError(
                     f"the data of rank 0 have the {name} {first[name]}, those of rank {rank} {other[name]}; ranks "

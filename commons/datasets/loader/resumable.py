@@ -95,6 +95,10 @@ class ResumableLoader(DataLoader[Any]):
         return {**self.sampler.identity(), **stated_by(self.dataset, "row_order")}
 
 
+# What data sets state about themselves; a data set that wraps another one states the same.
+STATEMENTS = ("row_order", "vocabulary_digests", "row_contents")
+
+
 def stated_by(dataset: Any, name: str) -> dict[str, Any]:
     """What a data set states about itself, such as `UserDataset.row_order`; empty if it has no mapping of this name."""
     stated = getattr(dataset, name, None)

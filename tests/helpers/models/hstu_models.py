@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution
+from commons.datasets.hstu_batch import FeatureConfig, HSTUBatch, RandomDistribution, padded_kjt
 from hstu.model import ExecutionConfig, HSTUConfig, HSTURankingModel, HSTURetrievalModel, RankingConfig, RetrievalConfig
 
 TABLES = {"user": 20, "tags": 9, "item": 50, "action": 4}
@@ -51,14 +51,8 @@ def with_timestamps(batch: HSTUBatch) -> HSTUBatch:
     items = batch.features["item"]
     gaps = torch.rand(items.values().numel(), generator=torch.Generator().manual_seed(1)) * 18
     times = 10**9 + gaps.exp().long().cumsum(0)
-    features = batch.features
-    kjt = KeyedJaggedTensor(
-        keys=[*features.keys(), "timestamp"],
-        values=torch.cat([features.values(), times]),
-        lengths=torch.cat([features.lengths(), items.lengths()]),
-        stride=batch.batch_size,
-    )
-    return dataclasses.replace(batch, features=kjt)
+    added = padded_kjt({"timestamp": times}, {"timestamp": items.lengths()}, batch.batch_size)
+    return dataclasses.replace(batch, features=KeyedJaggedTensor.concat([batch.features, added]))
 
 
 def model_of(config: RankingConfig | RetrievalConfig, **options) -> HSTURankingModel | HSTURetrievalModel:
