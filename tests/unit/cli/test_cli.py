@@ -73,7 +73,10 @@ def test_help_fits_a_terminal(monkeypatch, told, command):
         (["preprocess", "ml-1m", "--source", "a", "--output", "b", "--bogus", "1"], "--bogus"),
         (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "many"], "--seed"),
         (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "b", "--seed", "-1"], "seed is -1"),
-        (["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"], "ratings.dat line 2 is '1::2'"),
+        (
+            ["preprocess", "ml-1m", "--source", "bad_line.zip", "--output", "b"],
+            "CSV Error on Line: 2 Original Line: 1::2",
+        ),
         (["preprocess", "ml-1m", "--source", "fine.zip", "--output", "bad.zip/sub"], "bad.zip/sub cannot be made"),
     ],
 )
