@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -179,7 +179,7 @@ def _refuse_counts(lengths: np.ndarray, targets: np.ndarray, contextual: np.ndar
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # of the fields below, not of the inherited ones
 class HSTUAttentionTask(AttentionTask):
     """Cost of a stack of HSTU layers.
 
@@ -191,7 +191,6 @@ class HSTUAttentionTask(AttentionTask):
         array([  0, 176, 368])
     """
 
-    _: KW_ONLY
     causal: bool = True  # whether attention is causal
     target_group_size: Count = 1  # targets that may attend to one another
     value_dim: Count | None = None  # width of a head of u and v; None for head_dim
@@ -230,7 +229,7 @@ class HSTUAttentionTask(AttentionTask):
         return self.num_layers * (projected * as_wide(tokens) + 2 * (keys + values) * as_wide(pairs))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # of the fields below, not of the inherited ones
 class SelfAttentionTask(AttentionTask):
     """Cost of a stack of transformer layers.
 
@@ -242,7 +241,6 @@ class SelfAttentionTask(AttentionTask):
         816
     """
 
-    _: KW_ONLY
     ffn_hidden_size: Count | None = None  # width of the feed-forward block; None for 4 · hidden_size
     num_query_groups: Count | None = None  # key and value heads; None for num_heads
     gated_ffn: bool = False  # whether the feed-forward block is gated (three matrices instead of two)
