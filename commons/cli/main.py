@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; `argv` is without the name of the program, None for the process's arguments.
 
     Returns the exit status: 0 for success and for help, 1 if `doctor` finds that training cannot start or if the
-    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand.
+    output's pipe is closed, 2 for a user's mistake, which is one line on stderr, 130 for Ctrl-C in a subcommand
+    other than `doctor`, which Ctrl-C ends at once.
     """
     status = None
     accept_all_text()
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command = _parse(arguments)
                 _quiet_torch()
             if command is not None:
-                with _on_ctrl_c(signal.default_int_handler):
+                # doctor, which writes no file, would report an interrupted import as a broken package.
+                with _on_ctrl_c(signal.SIG_DFL if arguments[0] == "doctor" else signal.default_int_handler):
                     status = command.run()
         sys.stdout.flush()
     except BrokenPipeError:

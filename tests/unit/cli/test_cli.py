@@ -133,6 +133,7 @@ os.kill(os.getpid(), signal.SIGINT)
 @pytest.mark.parametrize(
     ("program", "interrupted", "command", "printed"),
     [
+        ("main", "torch", "doctor", ""),
         ("main", "commons.cli.preprocess", "preprocess", ""),
         ("start", "commons.cli.main", "--version", ""),  # the console script
         ("start", "nothing", "--version", f"evenrank {__version__}\n"),
