@@ -25,7 +25,7 @@ from commons.trainer.ranks.collectives import all_reduce
 
 _MODEL, _TABLES, _DENSE, _RANDOM = "model/", "tables_optimizer/", "dense_optimizer/", "random/"
 _TABLES_STEP = "tables_optimizer_step"
-_REMEDY = "a checkpoint fits only the model that wrote it: use that model, or another checkpoint"
+_REMEDY = "a checkpoint fits only the model that wrote it, as in that release: use both, or another checkpoint"
 
 
 def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

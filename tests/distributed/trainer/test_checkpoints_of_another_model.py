@@ -57,6 +57,7 @@ def test_checkpoints_of_another_model_are_not_called_damaged(tmp_path):
     ):
         error = error_of(checkpointer(model, tmp_path).resume)
         assert error.startswith("ValueError: ") and f"step_00000002 {message}" in error, error
+        assert error.endswith("only the model that wrote it, as in that release: use both, or another checkpoint")
         assert len(set(of_all([error]))) == 1
 
 
