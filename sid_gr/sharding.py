@@ -21,6 +21,7 @@ def build_distributed_model(model: SIDGRModel, *, device: torch.device, **option
     """Shard the table over all ranks and copy the decoder within every data-parallel group.
 
     A collective call on all ranks. Every copy gets the weights of the first rank of its group.
+    As with torch's DistributedDataParallel, a forward pass is followed by its backward pass before the next one.
 
     Args:
         model: the model, with its table on "meta", or with equal weights on all ranks.

@@ -307,19 +307,6 @@ def test_random_data_are_those_of_training_and_have_no_end(tmp_path):
     assert read == [ranks[rank][step].features.values().tolist() for step in range(3) for rank in range(4)]
 
 
-def test_a_row_of_semantic_ids_costs_what_the_shuffler_of_the_run_says(tmp_path):
-    """Layers and heads, which are most of the work here."""
-    config = tmp_path / "run.toml"
-    text = CONFIG.format(candidates=3).replace('"random"', '"sid-random"')
-    config.write_text(f"{text}[sid]\ncodebook_sizes = [2000, 2000]\n")
-    target = load_recipe(None, config, torch.device("cpu"))
-    shuffler = target.build_shuffler(balances=True)
-    expected = [shuffler.get_workloads(batch) for batch in itertools.islice(target.host_batches(), 6)]
-    costs = read_config_rows(config, None, ShufflerOptions(), (2,), 3).costs
-    assert costs.tolist() == torch.cat(expected).tolist()
-    shuffler.close()
-
-
 def test_files_are_dealt_to_ranks_as_their_loaders_deal_them(tmp_path, generated):
     """The loads of the simulated ranks are those of the batches that the ranks' own loaders give."""
     for shuffle in ("false", "true"):

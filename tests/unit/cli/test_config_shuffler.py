@@ -132,3 +132,16 @@ def test_a_config_of_ones_own_model_needs_its_package(tmp_path, mistake):
     (tmp_path / "mine.toml").write_text("hidden_size = 8")
     said = mistake("simulate", "--config", str(tmp_path / "mine.toml"), "--ranks", "2")
     assert "hidden_size (write model.hidden_size); without --model, this is a config of hstu: name your own" in said
+
+
+def test_a_row_of_semantic_ids_costs_what_the_shuffler_of_the_run_says(tmp_path):
+    """Layers and heads, which are most of the work here."""
+    config = tmp_path / "run.toml"
+    text = CONFIG.format(candidates=3).replace('"random"', '"sid-random"')
+    config.write_text(f"{text}[sid]\ncodebook_sizes = [2000, 2000]\n")
+    target = load_recipe(None, config, torch.device("cpu"))
+    shuffler = target.build_shuffler(balances=True)
+    expected = [shuffler.get_workloads(batch) for batch in itertools.islice(target.host_batches(), 6)]
+    costs = read_config_rows(config, None, ShufflerOptions(), (2,), 3).costs
+    assert costs.tolist() == torch.cat(expected).tolist()
+    shuffler.close()
