@@ -3,9 +3,8 @@
 To add a subcommand: write a file with a dataclass whose fields are the arguments, described by comments, whose
 docstring is the help and whose `run()` does the work, and add it to `_COMMANDS`. `run()` returns the exit status, None
 for 0; a user's mistake is a ValueError, KeyError or OSError. A class method `defaults(argv)` may return an object whose
-values are the defaults.
-Only the module of the running command is imported, because importing torch takes seconds and some commands do not need
-it.
+values are the defaults. Only the module of the running command is imported, because importing torch takes seconds and
+some commands do not need it.
 """
 
 from __future__ import annotations

@@ -55,9 +55,12 @@ class TrainPipelineFactory:
             )
         if name in cls._makers:
             raise ValueError(f"pipeline {name!r} is already registered; names are unique: choose another")
-        is_stock = isinstance(pipeline_class, type) and issubclass(pipeline_class, TrainPipeline)
-        if is_stock and "batch_shuffler" not in inspect.signature(pipeline_class).parameters:
-            pipeline_class = functools.partial(_make_balanced, pipeline_class)  # type: ignore[arg-type]
+        if (
+            isinstance(pipeline_class, type)
+            and issubclass(pipeline_class, TrainPipeline)
+            and "batch_shuffler" not in inspect.signature(pipeline_class).parameters
+        ):
+            pipeline_class = functools.partial(_make_balanced, pipeline_class)
         cls._makers[name] = pipeline_class
 
     @classmethod

@@ -69,7 +69,8 @@ class BaseBatch(Pipelineable, _Slots):
     host_fields: ClassVar[tuple[str, ...]] = ()
 
     features: KeyedJaggedTensor  # sequences, `K` keys over `batch_size` rows
-    batch_size: int = None  # type: ignore[assignment]  # number of rows, with padding; None for that of the fields
+    # Number of rows, including padding; None for the number of rows of the fields.
+    batch_size: int = None  # type: ignore[assignment]  # an int after __post_init__
     feature_to_max_seqlen: dict[str, int] = field(default_factory=dict)  # of keys, for models that need it
     contextual_feature_names: list[str] = field(default_factory=list)  # keys that describe the user, not the history
     labels: KeyedJaggedTensor | torch.Tensor | None = None  # over `batch_size` rows, or a tensor `(batch_size, ...)`

@@ -222,7 +222,9 @@ def test_a_slow_rank_is_named_within_fifty_steps(two_ranks, tmp_path, pipeline):
 
 
 def _logged_with_speeds(run_dir):
-    measured = lambda recipe, **_: RowsShuffler(ShufflerOptions(speeds="measured"))  # noqa: E731
+    def measured(recipe, **_):
+        return RowsShuffler(ShufflerOptions(speeds="measured"))
+
     with mock.patch.object(Parts, "build_shuffler", measured), logged() as said:
         run_loop(run_dir, "none", ([2, 2], [60, 60]), True)
     return said
